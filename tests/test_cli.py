@@ -637,13 +637,23 @@ def test_control_characters_of_an_error_reach_no_terminal(capsys, monkeypatch, i
     assert f"no checkpoint at {shown}: " in refused(capsys, "generate", "old\x1b[2J")
 
 
+@pytest.mark.parametrize(
+    ("option", "variable"), [("--api-key", "OCTILE_API_KEY"), ("--weights-key", "OCTILE_WEIGHTS_KEY")]
+)
 @pytest.mark.parametrize("key", ["a\udcff", "naïve", "secret\n", " secret", "two\tparts"])
-def test_api_keys_that_no_client_can_send_are_refused(capsys, hf_folder, monkeypatch, key):
+def test_keys_that_no_client_can_send_are_refused(capsys, hf_folder, monkeypatch, key, option, variable):
     monkeypatch.setattr("octile.serve.http.serve_folder.serve", lambda *_: pytest.fail("the model was loaded"))
     line = "must be printable ASCII without blanks at its ends, to be sent in a header"
-    assert f"--api-key {line}" in refused(capsys, "serve", str(hf_folder), f"--api-key={key}")
-    monkeypatch.setenv("OCTILE_API_KEY", key)
-    assert f"OCTILE_API_KEY {line}" in refused(capsys, "serve", str(hf_folder))
+    assert f"{option} {line}" in refused(capsys, "serve", str(hf_folder), f"{option}={key}")
+    monkeypatch.setenv(variable, key)
+    assert f"{variable} {line}" in refused(capsys, "serve", str(hf_folder))
+
+
+def test_a_key_of_clients_does_not_update_the_weights(capsys, hf_folder, monkeypatch):
+    monkeypatch.setattr("octile.serve.http.serve_folder.serve", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setenv("OCTILE_WEIGHTS_KEY", "secret")
+    line = "OCTILE_WEIGHTS_KEY must not be a key that clients have (--api-key, OCTILE_API_KEY)"
+    assert line in refused(capsys, "serve", str(hf_folder), "--api-key=secret")
 
 
 def test_a_sample_prompt_that_is_not_utf_8_is_refused_before_any_work(capsys, tmp_path, monkeypatch):

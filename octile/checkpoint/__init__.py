@@ -8,6 +8,7 @@ sharded.py        `ShardedCheckpoint`, `Chunk`: tensors in pieces, and torch.dis
 
 fp8_layout.py     which weights a checkpoint stores in FP8, under which names, in which blocks
 shards.py         a folder of safetensors files, read as one
+packed.py         tensors in one buffer of memory, laid out as in such a file
 tensor_file.py    one safetensors file, read and written by ranges of rows
 export.py         `export_hugging_face`: the weights of such a checkpoint as a Hugging Face folder
 step_folders.py   the folders of checkpoints: which are whole, which are removed

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octile.checkpoint.packed import PackedTensors
 from octile.checkpoint.shards import Shards
 from octile.checkpoint.tensor_file import TensorSpec
 from octile.formats import E4M3
@@ -115,7 +116,7 @@ def is_scale(name: str, specs: Mapping[str, TensorSpec]) -> bool:
     return weight != name and weight in specs and is_fp8(specs[weight])
 
 
-def check_scales(shards: Shards) -> None:
+def check_scales(shards: Shards | PackedTensors) -> None:
     """Check that every FP8 tensor has a scale of the right shape and type, and every scale its FP8 tensor.
 
     Raises:
@@ -148,7 +149,7 @@ def check_scales(shards: Shards) -> None:
             )
 
 
-def check_scale_values(shards: Shards) -> None:
+def check_scale_values(shards: Shards | PackedTensors) -> None:
     """Check that every scale of an FP8 tensor is a positive number. Scales are 1/16384 of a checkpoint's values.
 
     Raises:

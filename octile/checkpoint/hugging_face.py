@@ -40,9 +40,10 @@ from octile.checkpoint.fp8_layout import (
     with_quantization,
     without_quantization,
 )
+from octile.checkpoint.packed import PackedTensors
 from octile.checkpoint.recipe_entry import with_recipe
 from octile.checkpoint.shards import Shards, plan_shards, write_index
-from octile.checkpoint.tensor_file import TORCH_DTYPES, TensorFileWriter, TensorSpec, writing
+from octile.checkpoint.tensor_file import TORCH_DTYPES, TensorSpec, writing
 from octile.command_text import quoted_path, train_command
 from octile.models import hf_config
 from octile.models.config import ModelConfig
@@ -121,8 +122,7 @@ def write_folder(
     Raises:
         ValueError, FileNotFoundError, OSError: as in `save`.
     """
-    if weights not in HIGH_PRECISION:
-        raise ValueError(f"weights must be {', '.join(map(repr, HIGH_PRECISION))}, not {weights!r}")
+    check_weights_format(weights)
     others = [Path(file) for file in files]
     for other in others:
         if not other.is_file():
@@ -135,11 +135,12 @@ def write_folder(
         for file, names in plan.items():
             with writing(staging / file, {n: spec for name in names for n, spec in specs[name].items()}) as out:
                 for name in names:
-                    _write(out, name, read(name), specs[name], scale, (stored_scales or {}).get(name))
+                    stored_scale = (stored_scales or {}).get(name)
+                    for stored, tensor in stored_tensors(name, read(name), specs[name], scale, stored_scale).items():
+                        out.write(stored, tensor)
         weight_map = {file: [n for name in names for n in specs[name]] for file, names in plan.items()}
         write_index(staging, weight_map, sum(s.nbytes for stored in specs.values() for s in stored.values()))
-        named = recipe if weights == "fp8" else None
-        write_json(staging / CONFIG, with_recipe(_config_json(config, weights, specs), named))
+        write_json(staging / CONFIG, config_json(config, weights, specs, recipe))
         for other in others:
             shutil.copyfile(other, staging / other.name)
 
@@ -218,6 +219,12 @@ def has_fp8_weights(path: str | Path) -> bool:
     return open_folder(path).has_fp8_weights
 
 
+def check_weights_format(weights: str) -> None:
+    """Raise ValueError if weights cannot be stored in a format."""
+    if weights not in HIGH_PRECISION:
+        raise ValueError(f"weights must be {', '.join(map(repr, HIGH_PRECISION))}, not {weights!r}")
+
+
 def storage_specs(name: str, shape: tuple[int, ...], weights: Weights) -> dict[str, TensorSpec]:
     """Return the specs of the tensors that store a tensor of a model: its own, and in FP8 that of its scale.
 
@@ -232,23 +239,38 @@ def storage_specs(name: str, shape: tuple[int, ...], weights: Weights) -> dict[s
     return {name: TensorSpec.of(torch.float32 if exact else HIGH_PRECISION[weights], shape)}
 
 
-def _write(
-    out: TensorFileWriter,
-    name: str,
-    tensor: Tensor,
-    stored: Mapping[str, TensorSpec],
-    scale: ScaleRule,
-    stored_scale: Tensor | None,
-) -> None:
+def stored_tensors(
+    name: str, tensor: Tensor, stored: Mapping[str, TensorSpec], scale: ScaleRule, stored_scale: Tensor | None
+) -> dict[str, Tensor]:
+    """Return the tensors that store a tensor of a model, by name.
+
+    Args:
+        name, tensor: the tensor and its Hugging Face name.
+        stored: their specs, of `storage_specs`.
+        scale, stored_scale: arguments of `quantize_weight`, for FP8.
+
+    Raises:
+        ValueError: as `quantize_weight`.
+    """
     if name + SCALE_SUFFIX in stored:
         q = quantize_weight(name, tensor, scale, stored_scale)
-        out.write(name, q.data)
-        out.write(name + SCALE_SUFFIX, q.scale)
-    else:
-        out.write(name, tensor.to(TORCH_DTYPES[stored[name].dtype]))
+        return {name: q.data, name + SCALE_SUFFIX: q.scale}
+    return {name: tensor.to(TORCH_DTYPES[stored[name].dtype])}
 
 
-def _config_json(
+def config_json(
+    config: ModelConfig, weights: Weights, specs: Mapping[str, Mapping[str, TensorSpec]], recipe: Recipe | None
+) -> dict[str, Any]:
+    """Return the content of a folder's config.json.
+
+    Args:
+        config, weights, recipe: arguments of `write_folder`.
+        specs: `storage_specs` of each tensor by its name.
+    """
+    return with_recipe(_quantized_config(config, weights, specs), recipe if weights == "fp8" else None)
+
+
+def _quantized_config(
     config: ModelConfig, weights: Weights, specs: Mapping[str, Mapping[str, TensorSpec]]
 ) -> dict[str, Any]:
     result = without_quantization(config.to_hf())
@@ -298,11 +320,11 @@ class OpenFolder:
     """A Hugging Face folder whose headers and config.json have been read, once.
 
     Attributes:
-        shards: the weights.
+        shards: the weights; those of `opened` may be in memory.
         config: config.json.
     """
 
-    shards: Shards
+    shards: Shards | PackedTensors
     config: dict[str, Any]
 
     @property
@@ -356,7 +378,11 @@ def open_folder(path: str | Path) -> OpenFolder:
     """Open the folder that a path names, and check its quantization and its files without tensors."""
     shards = Shards(checkpoint_folder(path))
     shards.verify_other_files()
-    config = read_json(shards.folder / CONFIG)
+    return opened(shards, read_json(shards.folder / CONFIG))
+
+
+def opened(shards: Shards | PackedTensors, config: dict[str, Any]) -> OpenFolder:
+    """Check the quantization of tensors with the content of their config.json, and return both as a folder."""
     with _naming(shards.folder / CONFIG):
         is_fp8_config(config)  # raises where it announces another quantization
     check_scales(shards)
@@ -406,7 +432,7 @@ def _fill(model: DeepseekV3, folder: OpenFolder) -> None:
         target.copy_(_read(folder.shards, name, model.stored_scales, target.dtype))
 
 
-def _read(shards: Shards, name: str, stored_scales: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+def _read(shards: Shards | PackedTensors, name: str, stored_scales: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Read a tensor as it is stored or, if it is in FP8, dequantized to dtype; its scale goes to stored_scales."""
     tensor = shards.read(name)
     if not is_fp8(shards.specs[name]):

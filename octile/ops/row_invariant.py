@@ -2,7 +2,7 @@
 
 A library chooses another kernel for another number of rows, and so another order of sums: the same row then has other
 last bits. Here every row is multiplied in the same form. In high precision that is on a CPU in blocks of 16 rows, the
-last one padded with zeros; on a GPU in tiles that sum over K in one order, whatever their size. FP8 GEMMs on a GPU are
+last one padded with zeros; on a GPU in tiles of one size that sum over all of K in one order. FP8 GEMMs on a GPU are
 grouped ones, which do not split K.
 
 Source: He et al., "Defeating Nondeterminism in LLM Inference" (Thinking Machines Lab, 2025).
@@ -137,8 +137,7 @@ def one_group(n: int, device: torch.device) -> Tensor:
     if n > MAX_COUNT or (device not in _counts and torch.cuda.is_current_stream_capturing()):
         return torch.full((1,), n, dtype=torch.int32, device=device)
     if device not in _counts:
-        with torch.inference_mode(False):
-            _counts[device] = torch.arange(MAX_COUNT + 1, dtype=torch.int32, device=device)
+        _counts[device] = torch.arange(MAX_COUNT + 1, dtype=torch.int32, device=device)
     return _counts[device].narrow(0, n, 1)
 
 

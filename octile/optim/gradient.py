@@ -80,7 +80,7 @@ def store_scaled(param: Tensor, dtype: torch.dtype) -> None:
 def added_in_place(params: Iterable[Tensor]) -> Iterator[None]:
     """Context manager of the passes after a batch's first micro-batch: layers add weight gradients to `.grad` in place.
 
-    It is their `main_grad`, so that a GEMM adds to what it stores, and no sum of one micro-batch is stored by itself.
+    It is their `main_grad`, so that a GEMM adds to what it stores, and the sum of one micro-batch is not stored alone.
     Parameters without a float32 gradient are left as they are. So are those with hooks of gradients, which would not
     be called.
     """

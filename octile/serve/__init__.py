@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from octile.serve.engine.request import FinishReason, Output, Request, Sampling, TokenLogprobs
     from octile.serve.engine.stats import Stats
     from octile.serve.generate import generate_from, generate_text
+    from octile.serve.http.sender import send_weights
     from octile.serve.http.stress import Stress, stress_test
+    from octile.serve.process.messages import WeightsUpdated
     from octile.serve.ranks.dynamic_redundancy import TooFewActiveError, assign_copies, choose_copies
     from octile.serve.ranks.engine import ExpertParallelEngine
     from octile.serve.ranks.experts import ExpertParallelWeights
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from octile.serve.runner.model_runner import ModelRunner
     from octile.serve.weights.head_share import HeadShare
     from octile.serve.weights.live import LiveWeights
+    from octile.serve.weights.replaceable import ReplaceableWeights
     from octile.serve.weights.weights import ServedWeights
 
 _MODULES = {  # the public names of each module, late: the configurations in this room are read without torch
@@ -40,7 +43,9 @@ _MODULES = {  # the public names of each module, late: the configurations in thi
     "octile.serve.engine.request": ("FinishReason", "Output", "Request", "Sampling", "TokenLogprobs"),
     "octile.serve.engine.stats": ("Stats",),
     "octile.serve.generate": ("generate_from", "generate_text"),
+    "octile.serve.http.sender": ("send_weights",),
     "octile.serve.http.stress": ("Stress", "stress_test"),
+    "octile.serve.process.messages": ("WeightsUpdated",),
     "octile.serve.ranks.dynamic_redundancy": ("TooFewActiveError", "assign_copies", "choose_copies"),
     "octile.serve.ranks.engine": ("ExpertParallelEngine",),
     "octile.serve.ranks.experts": ("ExpertParallelWeights",),
@@ -50,6 +55,7 @@ _MODULES = {  # the public names of each module, late: the configurations in thi
     "octile.serve.runner.model_runner": ("ModelRunner",),
     "octile.serve.weights.head_share": ("HeadShare",),
     "octile.serve.weights.live": ("LiveWeights",),
+    "octile.serve.weights.replaceable": ("ReplaceableWeights",),
     "octile.serve.weights.weights": ("ServedWeights",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -90,9 +90,9 @@ def test_the_operator_is_well_formed(cache_dtype: torch.dtype):
         C,
         SCALE,
     )
-    for of_operator, given in ((paged_attention, arguments), (paged_attention_with_lse, (*arguments, 64))):
-        assert_well_formed(of_operator, given)
-        assert_fake_is_true(of_operator, given)
+    for attends, given in ((paged_attention, arguments), (paged_attention_with_lse, (*arguments, 64))):
+        assert_well_formed(attends, given)
+        assert_fake_is_true(attends, given)
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)

@@ -9,6 +9,7 @@ from octile.serve.engine.request import FinishReason, Output, Request, Sampling,
 from octile.serve.engine.stats import Stats
 from octile.serve.process.client import EngineClient
 from octile.serve.process.server import EngineServer, StepEngine
+from octile.serve.process.updates import WeightsUpdates
 from octile.tokenizer import Tokenizer
 
 NAN = 99
@@ -108,7 +109,7 @@ class FakeEngine:
         self.generated += 1
         text, logprobs = self.tokenizer.decode([token]), ()
         if sampling.logprobs is not None:
-            logprobs = (TokenLogprobs(token, -0.5, ((token, -0.5),) * min(sampling.logprobs, 1)),)
+            logprobs = (TokenLogprobs(token, -0.5, ((token, -0.5),) * min(sampling.logprobs, 1), 1),)
         reason = FinishReason.LENGTH if index + 1 == sampling.max_new_tokens else None
         if request.prompt[-1] == NAN and index == 2:
             return Output(request.id, finish_reason=FinishReason.ERROR, error="the model's logits are NaN")
@@ -120,10 +121,10 @@ class FakeEngine:
 class Pair:
     """An engine that a server steps in a thread, and its client, which an event loop of this process may start."""
 
-    def __init__(self, engine: StepEngine):
+    def __init__(self, engine: StepEngine, updates: WeightsUpdates | None = None):
         self.engine = engine
         connection, other = Pipe()
-        self.server, self.client = EngineServer(engine, connection), EngineClient(other, engine.stats())
+        self.server, self.client = EngineServer(engine, connection, updates), EngineClient(other, engine.stats())
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
 

@@ -30,6 +30,7 @@ class FakeRunner:
         self.batches: list[Batch] = []
         self.max_ahead, self.n_drafts = max_ahead, n_drafts
         self.decode_steps = self.version = 0
+        self.prefixes: list[list[int]] = []  # of the rows of the last pass
         self.before: list[tuple[int, list[int]]] = []  # the last decode step: positions and tokens of its requests
 
     def logits_after(self, tokens):
@@ -49,15 +50,19 @@ class FakeRunner:
 
     def run(self, batch):
         self.batches.append(batch)
-        logits, hidden = [], []
+        logits, hidden, self.prefixes = [], [], []
         for chunk in batch.chunks:
             self._write(self.pages, chunk)
             for i in range(len(chunk.tokens)):
                 prefix = self._read(self.pages, chunk.pages, chunk.start + i + 1)
-                hidden.append([float(chunk.start + i)])
+                hidden.append([float(chunk.start + i), float(len(self.prefixes))])
+                self.prefixes.append(prefix)
                 if i >= len(chunk.tokens) - chunk.n_logits:
                     logits.append(self.logits_after(prefix))
         return Results(torch.stack(logits) if logits else torch.empty(0, self.vocab_size), torch.tensor(hidden))
+
+    def logits(self, hidden):
+        return torch.stack([self.logits_after(self.prefixes[int(row)]) for row in hidden[:, 1]])
 
     def check_weights(self):
         pass

@@ -14,6 +14,7 @@ from octile.ops import gate, latent_cache, norm, row_invariant, swiglu
 from octile.recipe import Recipe
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
+from octile.serve.engine.request import Sampling
 from octile.serve.engine.stats import Stats
 from octile.serve.model import attention, feed_forward, forward, gemms
 from octile.serve.runner.model_runner import ModelRunner
@@ -83,6 +84,27 @@ def test_texts_that_were_preempted_have_the_same_bits(tokenizer):
     found, stats = agreements(exact_model(), tokenizer, n_pages=5, prompts=[text(60, n) for n in range(5)])
     assert_equal(found)
     assert stats.preemptions > 0
+
+
+@pytest.mark.parametrize(("n_pages", "n_drafts"), [(64, 0), (64, 2), (5, 0)])
+def test_log_probabilities_of_prompts_are_those_of_training(tokenizer, n_pages, n_drafts):
+    model, prompts = exact_model(), [text(60, n) for n in range(5)] if n_pages == 5 else PROMPTS[1:]
+    runner = ModelRunner(model, n_pages, batch_invariant=True, n_drafts=n_drafts)
+    engine = Engine(runner, tokenizer, EngineConfig(max_batch=5, max_step_tokens=40, n_drafts=n_drafts))
+    sampling = Sampling(12, ignore_eos=True, prompt_logprobs=1)
+    requests, scored = {}, {}
+    for prompt in prompts:
+        request = engine.add(prompt, sampling)
+        requests[request.id] = prompt
+    while engine.has_work:
+        for output in engine.step():
+            scored.setdefault(output.request_id, output.prompt_logprobs)
+    for request_id, prompt in requests.items():
+        with torch.no_grad():
+            expected = model.log_probs(torch.tensor([prompt]))[0].tolist()
+        assert [entry.logprob for entry in scored[request_id]] == expected
+    stats = engine.stats()
+    assert (stats.shared_tokens, stats.preemptions > 0) == (0, n_pages == 5)
 
 
 def test_a_batch_in_training_has_the_bits_of_each_text():

@@ -80,9 +80,9 @@ def launch_with_lse(
     for q_R, pages_R, lengths_R, o_R, lse_R in zip(
         *(t.split(at_once) for t in (q, pages, lengths, o, lse)), strict=True
     ):
-        of_texts = q_R.view(-1, together * heads, q.shape[2]), cache, pages_R[::together], lengths_R
+        texts = q_R.view(-1, together * heads, q.shape[2]), cache, pages_R[::together], lengths_R
         results = o_R.view(-1, together * heads, latent_dim), lse_R.view(-1, together * heads)
-        attend(*of_texts, *results, scale, part, n_parts)
+        attend(*texts, *results, scale, part, n_parts)
     return o, lse
 
 
@@ -246,8 +246,8 @@ def attend_pages(
             is_partial = is_partial & has_others
             if split == 0:
                 tl.store(o + at, result.to(o.dtype.element_ty), mask=mask & (has_others == 0)[:, None])
-        of_split = ((out * n_splits + split) * C)[:, None] + c[None, :]
-        tl.store(partial + of_split, result, mask=mask & is_partial[:, None])
+        split_at = ((out * n_splits + split) * C)[:, None] + c[None, :]
+        tl.store(partial + split_at, result, mask=mask & is_partial[:, None])
         tl.store(lse + out * n_splits + split, highest + tl.log2(total), mask=h < heads)
 
 

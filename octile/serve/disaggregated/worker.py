@@ -220,7 +220,8 @@ class PrefillWorker(_Worker):
             n_pages = -(-len(request.prompt) // PAGE)
             if n_pages <= self.pool.n_free:
                 pages = self.pool.fill(request.pages[:n_pages])
-                first = FirstToken(output.tokens[0], output.logprobs[0] if output.logprobs else None)
+                logprobs = output.logprobs[0] if output.logprobs else None
+                first = FirstToken(output.tokens[0], logprobs, output.prompt_logprobs)
                 self.connection.send(Prefilled(output.request_id, first, pages))
                 self.engine.cancel(request.id)
             else:

@@ -10,6 +10,7 @@ from octile.validation import Range, check_fields
 EXPERT_WINDOW = 4096  # steps, if experts are placed anew
 REBALANCE_SECONDS = 600.0
 IndexFormat = Literal["e4m3", "float32"]
+InFlight = Literal["finish", "recompute", "continue"]  # see `octile.serve.engine.engine.Engine.update_weights`
 MAX_DRAFTS = 7  # more would not be verified in CUDA graphs (`octile.serve.runner.step`)
 
 

@@ -12,14 +12,16 @@ engine drafts, a pass of the multi-token prediction layer. The engine has no thr
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
+import torch
 from torch import Tensor
 
 from octile.ops.sample_tokens import ALL_MASKED, NOT_A_NUMBER, POSITIVE_INFINITY
-from octile.serve.engine.config import EngineConfig
+from octile.serve.engine.config import EngineConfig, InFlight
 from octile.serve.engine.drafts import Computed, Drafter, check_can_draft, count_accepted, usable_drafts
 from octile.serve.engine.pages import PageAllocator
 from octile.serve.engine.request import (
@@ -32,15 +34,15 @@ from octile.serve.engine.request import (
     TokenLogprobs,
     check_id,
 )
-from octile.serve.engine.sampler import Row, choose_tokens
+from octile.serve.engine.sampler import Row, choose_tokens, token_logprobs
 from octile.serve.engine.scheduler import Scheduled, Scheduler
 from octile.serve.engine.stats import Stats
 from octile.serve.engine.text import TextStream
 from octile.serve.runner.batch import Batch, Chunk, DecodedTokens, DecodeRequest, Runner
 from octile.tokenizer import Tokenizer
 
-InFlight = Literal["finish", "recompute", "continue"]  # see `Engine.update_weights`
 NOT_FINITE = "the model's logits are not finite"  # how the errors of such requests begin
+SCORED_ROWS = 256  # of prompts, whose logits are in memory at once
 NO_TOKEN_WORDS = {NOT_A_NUMBER: "NaN", POSITIVE_INFINITY: "+Inf", ALL_MASKED: "-Inf for all tokens"}
 
 
@@ -52,10 +54,11 @@ class _InFlight(NamedTuple):
 
 
 class FirstToken(NamedTuple):
-    """The first token after a prompt, and its log-probabilities if they were asked for."""
+    """The first token after a prompt, and log-probabilities of it and of the prompt if they were asked for."""
 
     token: int
     logprobs: TokenLogprobs | None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Engine:
@@ -146,7 +149,7 @@ class Engine:
             ValueError: a request that waits or runs has its id.
         """
         self.submit(request)
-        request.latents = latents
+        request.latents, request.prompt_logprobs = latents, [*first.prompt_logprobs]
         self._adopted.append((request, first))
 
     def get(self, request_id: int) -> Request | None:
@@ -168,9 +171,10 @@ class Engine:
         return self._first_outputs() + self._next_outputs() if self._adopted else self._next_outputs()
 
     def update_weights(self, in_flight: InFlight = "finish") -> list[Output]:
-        """Go on with the weights that the model in training has now, and return what that adds to requests.
+        """Go on with new weights, and return what that adds to requests.
 
-        The runner must be made of `LiveWeights`. Cached prefixes of old weights are dropped. Requests that have not run
+        The runner must be made of `LiveWeights`, the weights that the model in training has now, or of
+        `ReplaceableWeights` that have new ones. Cached prefixes of old weights are dropped. Requests that have not run
         begin with the new weights. `Output.weights_version` and `Request.weights_versions` say which weights have
         chosen which tokens.
 
@@ -181,10 +185,12 @@ class Engine:
                 preemption. Each further token has the probability that the new weights give it after these.
                 "continue": they keep their latents, too, and none is computed twice. Further tokens are chosen by the
                 new weights over latents of old ones, which is the policy of neither.
+                In both cases a prompt whose log-probabilities are asked for and that is not all prefilled is computed
+                anew, so that they are those of one version.
 
         Raises:
-            ValueError: in_flight is another one, the runner has other weights, or the model cannot be served as it is
-                now (`LiveWeights.check`); nothing has changed then.
+            ValueError: in_flight is another one, the runner has other weights, or the new ones cannot be served
+                (`LiveWeights.check`, `ReplaceableWeights.check`); nothing has changed then.
         """
         if in_flight not in get_args(InFlight):
             raise ValueError(f"in_flight must be one of {', '.join(get_args(InFlight))}, not {in_flight!r}")
@@ -193,8 +199,11 @@ class Engine:
         outputs += self._first_outputs()
         before, self._in_flight = self._in_flight, None
         outputs += [] if before is None else self._collect(before)
-        if in_flight == "recompute":
-            self._scheduler.preempt_all()
+        for request in self._requests.values():
+            request.prompt_logprobs.clear()
+        running = self._scheduler.running.values()
+        recomputes_all = in_flight == "recompute"
+        self._scheduler.recompute([request for request in running if recomputes_all or request.needs_prompt_logprobs])
         self._scheduler.forget_latents()
         self._runner.update_weights()
         self.weights_version += 1
@@ -202,14 +211,23 @@ class Engine:
 
     def _finish(self) -> list[Output]:
         """Step until no request runs, and admit none that has not run."""
-        scheduler, outputs = self._scheduler, list[Output]()
-        scheduler.admits_new = False
+        outputs = list[Output]()
+        self.admit_new(False)
         try:
-            while scheduler.has_in_flight:
+            while self.has_in_flight:
                 outputs += self.step()
         finally:
-            scheduler.admits_new = True
+            self.admit_new(True)
         return outputs
+
+    def admit_new(self, admits: bool) -> None:
+        """Choose whether steps admit requests that have not run before; at first they do."""
+        self._scheduler.admits_new = admits
+
+    @property
+    def has_in_flight(self) -> bool:
+        """Whether a request runs or was preempted."""
+        return self._scheduler.has_in_flight
 
     def wake(self) -> None:
         """Do nothing: no step waits for a command."""
@@ -273,13 +291,18 @@ class Engine:
         rows: list[Row] = []
         results = self._runner.run(Batch([_chunk(s, rows) for s in scheduled]))
         tokens, logprobs, errors = choose_tokens(results.logits, rows)
+        wrong = self._score_prompts(scheduled, results.hidden)
         outputs: list[Output] = []
         computed: list[Computed] = []
         n_rows = first = 0
         for request, n_tokens in scheduled:
             start, row = request.n_computed, first
             first += n_tokens
-            if start + n_tokens >= len(request.tokens):
+            if request.id in wrong:
+                request.prompt_logprobs.clear()
+                outputs.append(self._extend(request, 0, [NOT_A_NUMBER], 0, wrong[request.id]))
+                n_rows += start + n_tokens >= len(request.tokens)
+            elif start + n_tokens >= len(request.tokens):
                 n_drafts = len(request.drafts)
                 chosen = tokens[n_rows : n_rows + 1 + n_drafts]
                 why = next((errors[i] for i in range(n_rows, n_rows + 1 + n_drafts) if i in errors), None)
@@ -298,6 +321,36 @@ class Engine:
         if self._drafter is not None:
             self._to_draft = computed, results.hidden
         return outputs
+
+    def _score_prompts(self, scheduled: Sequence[Scheduled], hidden_TD: Tensor) -> dict[int, str]:
+        """Append what a forward pass has computed to the log-probabilities of prompts that are asked for.
+
+        Args:
+            scheduled: requests of the pass, before they advance.
+            hidden_TD: hidden states of their chunks.
+
+        Returns:
+            what is wrong with the logits of a request, by its id.
+        """
+        scored: list[tuple[Request, int, int]] = []  # request, row of the hidden states, and token after it
+        first = 0
+        for request, n_tokens in scheduled:
+            if request.needs_prompt_logprobs:
+                start, prompt = request.n_computed, request.prompt
+                positions = range(len(request.prompt_logprobs), min(start + n_tokens, len(prompt) - 1))
+                scored += [(request, first + p - start, prompt[p + 1]) for p in positions]
+            first += n_tokens
+        wrong: dict[int, str] = {}
+        for i in range(0, len(scored), SCORED_ROWS):
+            requests, rows, tokens = zip(*scored[i : i + SCORED_ROWS], strict=True)
+            logits = self._runner.logits(hidden_TD[torch.tensor(rows, device=hidden_TD.device)])
+            counts = [request.sampling.prompt_logprobs or 0 for request in requests]
+            for request, entry in zip(requests, token_logprobs(logits, tokens, counts), strict=True):
+                if any(map(math.isnan, (entry.logprob, *(logprob for _, logprob in entry.top)))):
+                    position = 1 + len(request.prompt_logprobs)
+                    wrong.setdefault(request.id, f"{NOT_FINITE}, for the token at position {position} of the prompt")
+                request.prompt_logprobs.append(entry)
+        return wrong
 
     def draft(self) -> None:
         """Draft the tokens after those of the last `run`, if the engine drafts."""
@@ -429,7 +482,7 @@ class Engine:
         self._drafted += n_drafts
         self._accepted += len(chosen) - 1
         tokens, stream, sampling = request.tokens, self._texts[request.id], request.sampling
-        length, version = len(tokens), self.weights_version
+        length, version, has_old_latents = len(tokens), self.weights_version, request.has_old_latents
         text = ""
         reason = error = None
         for token in chosen:
@@ -455,7 +508,11 @@ class Engine:
         if reason is not None:
             text += stream.end()
             self._remove(request, reason)
-        return Output(request.id, tuple(tokens[length:]), text, (), reason, error, version)
+        prompt_logprobs = tuple(request.prompt_logprobs)
+        request.prompt_logprobs.clear()
+        return Output(
+            request.id, tuple(tokens[length:]), text, (), reason, error, version, has_old_latents, prompt_logprobs
+        )
 
     def _remove(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason

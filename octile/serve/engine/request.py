@@ -24,6 +24,7 @@ MAX_STOPS = 32
 OF_OPERATOR = frozenset({"temperature", "seed"})  # `octile.ops.sample_tokens`, also in steps that are launched ahead
 OF_ENGINE = frozenset({"max_new_tokens", "stop", "ignore_eos"})  # the engine, once a token is chosen
 OF_LOGITS = frozenset({"logprobs"})  # whoever has the logits, once a token is chosen
+OF_PROMPT = frozenset({"prompt_logprobs"})  # the engine, while it prefills: decode steps have nothing to do for them
 OF_SAMPLES = frozenset({"top_k", "top_p"})  # `sampler.choose`; without effect where temperature is 0
 
 
@@ -42,6 +43,9 @@ class Sampling:
         stop: strings that end the text before them.
         logprobs: report the log-probability of each token and of this many most likely tokens; None reports none.
         ignore_eos: go on after an end-of-text token, for measurements.
+        prompt_logprobs: report the log-probability of each token of the prompt but the first, and of this many most
+            likely tokens at its position; None reports none. The whole prompt is computed then: no prefix of it is
+            taken from the cache.
 
     Raises:
         TypeError: seed is not a whole number or None, or stop is not a tuple of strings.
@@ -56,6 +60,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     ignore_eos: bool = False
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -73,18 +78,19 @@ class Sampling:
             raise TypeError(f"stop must be a tuple of strings, not {self.stop!r}")
         if len(self.stop) > MAX_STOPS or not all(self.stop):
             raise ValueError(f"stop must have at most {MAX_STOPS} strings, none of them empty, not {self.stop!r}")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise ValueError(f"logprobs must be from 0 to {MAX_LOGPROBS}, not {self.logprobs}")
+        for name, number in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if number is not None and not 0 <= number <= MAX_LOGPROBS:
+                raise ValueError(f"{name} must be from 0 to {MAX_LOGPROBS}, not {number}")
 
     @cached_property
     def is_of_operator(self) -> bool:
         """Whether `octile.ops.sample_tokens` alone chooses the tokens: nothing is truncated."""
-        return self._has_defaults_besides(OF_OPERATOR | OF_ENGINE | OF_LOGITS)
+        return self._has_defaults_besides(OF_OPERATOR | OF_ENGINE | OF_LOGITS | OF_PROMPT)
 
     @cached_property
     def can_run_ahead(self) -> bool:
         """Whether decode steps that are launched ahead, which return tokens and no logits, honor all fields."""
-        return self._has_defaults_besides(OF_OPERATOR | OF_ENGINE)
+        return self._has_defaults_besides(OF_OPERATOR | OF_ENGINE | OF_PROMPT)
 
     def _has_defaults_besides(self, honored: frozenset[str]) -> bool:
         """Whether each field has its default, but for those that are honored or without effect."""
@@ -103,17 +109,19 @@ class FinishReason(StrEnum):
 
 
 class TokenLogprobs(NamedTuple):
-    """The log-probability of a generated token in the model's own distribution, before temperature, top_k and top_p.
+    """The log-probability of a token in the model's own distribution, before temperature, top_k and top_p.
 
     Attributes:
-        token: the token.
+        token: the token, generated or of the prompt.
         logprob: its log-probability in nats.
         top: (token, log-probability) of the most likely tokens, the most likely first, as many as were asked for.
+        rank: how many tokens are as likely as this one or more so: 1 for the most likely.
     """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+    rank: int
 
 
 class Output(NamedTuple):
@@ -128,6 +136,9 @@ class Output(NamedTuple):
         finish_reason: None while the request goes on; the output that has it is the request's last one.
         error: what went wrong, with FinishReason.ERROR.
         weights_version: version of the weights that have chosen the tokens; see `Engine.update_weights`.
+        has_old_latents: whether these weights have chosen them over latents of older ones.
+        prompt_logprobs: log-probabilities of each token of the prompt but the first, if they were asked for, in the
+            request's first output; they are those of the weights that have chosen its first token.
     """
 
     request_id: int
@@ -137,6 +148,8 @@ class Output(NamedTuple):
     finish_reason: FinishReason | None = None
     error: str | None = None
     weights_version: int = 0
+    has_old_latents: bool = False
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class PromptLatents(Protocol):
@@ -176,6 +189,8 @@ class Request:
         weights_versions: which weights have chosen its tokens: (position in `tokens`, version of the weights from there
             on), one entry, or one more for each update of the weights in flight.
         has_old_latents: whether some of its latents are those of weights before an update, so that nobody shares them.
+        prompt_logprobs: log-probabilities of the tokens of its prompt from the second on, as far as they are computed,
+            until its first output has them.
     """
 
     id: int
@@ -193,6 +208,7 @@ class Request:
     latents: PromptLatents | None = field(init=False, default=None)
     weights_versions: list[tuple[int, int]] = field(init=False, default_factory=list)
     has_old_latents: bool = field(init=False, default=False)
+    prompt_logprobs: list[TokenLogprobs] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -210,6 +226,12 @@ class Request:
     def n_remaining(self) -> int:
         """Tokens that may still be generated."""
         return self.max_length - len(self.tokens)
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of its prompt are asked for, and some are not computed."""
+        is_asked = self.sampling.prompt_logprobs is not None and not self.n_generated
+        return is_asked and len(self.prompt_logprobs) < len(self.prompt) - 1
 
     @property
     def n_pending(self) -> int:

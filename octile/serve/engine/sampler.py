@@ -76,13 +76,25 @@ def log_probabilities(logits_LV: Tensor, tokens: Sequence[int], rows: Sequence[R
         tokens: the L chosen ones.
         rows: L of them, each with sampling.logprobs.
     """
-    counts = [row.sampling.logprobs or 0 for row in rows]
+    return token_logprobs(logits_LV, tokens, [row.sampling.logprobs or 0 for row in rows])
+
+
+def token_logprobs(logits_LV: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+    """Return the log-probabilities of a token of each row and of the row's most likely tokens, before temperature.
+
+    Args:
+        logits_LV: float32 [L, V].
+        tokens: L of them, one for each row.
+        counts: how many most likely tokens of each row are wanted.
+    """
     logprobs_LV = cross_entropy.log_probabilities(logits_LV)
-    token_logprobs = logprobs_LV.gather(1, torch.tensor(tokens, device=logits_LV.device)[:, None])[:, 0].tolist()
+    token_logprobs_L1 = logprobs_LV.gather(1, torch.tensor(tokens, device=logits_LV.device)[:, None])
+    ranks = (logprobs_LV >= token_logprobs_L1).sum(-1).tolist()
     top, top_tokens = (t.tolist() for t in logprobs_LV.topk(min(max(counts), logits_LV.shape[1])))
+    rows = zip(tokens, token_logprobs_L1[:, 0].tolist(), top_tokens, top, counts, ranks, strict=True)
     return [
-        TokenLogprobs(token, logprob, tuple(zip(top_tokens[i][:count], top[i][:count], strict=True)))
-        for i, (token, logprob, count) in enumerate(zip(tokens, token_logprobs, counts, strict=True))
+        TokenLogprobs(token, logprob, tuple(zip(best[:count], values[:count], strict=True)), rank)
+        for token, logprob, best, values, count, rank in rows
     ]
 
 

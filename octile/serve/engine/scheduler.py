@@ -20,6 +20,7 @@ it, or are preempted, or go on with their latents, which are then shared with no
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from octile.serve.engine.config import EngineConfig
@@ -127,16 +128,16 @@ class Scheduler:
         """Whether a request runs or was preempted. Those that were wait in front."""
         return bool(self.running) or (bool(self.waiting) and self.waiting[0].was_admitted)
 
-    def preempt_all(self) -> None:
-        """Preempt all running requests, whose latents are to be computed anew; `preemptions` does not count them."""
-        for request_id in sorted(self.running, reverse=True):
-            self._preempt(self.running[request_id])
+    def recompute(self, requests: Iterable[Request]) -> None:
+        """Preempt running requests, whose latents are to be computed anew; `preemptions` does not count them."""
+        for request in sorted(requests, key=lambda request: request.id, reverse=True):
+            self._preempt(request)
 
     def forget_latents(self) -> None:
         """Share no latents that are there now: the weights change."""
         self.pages.forget_keys()
         for request in self.running.values():
-            request.has_old_latents = True
+            request.has_old_latents = request.n_computed > 0
         for request in self.waiting:
             if request.latents is not None:
                 request.latents.release()
@@ -201,9 +202,11 @@ class Scheduler:
     def _shareable(self, request: Request) -> tuple[list[int], bytes | None]:
         """Find the cached pages of a request's prefix, and the key of the page after them if it can be shared, too.
 
-        At least one token is left to compute, whose logits choose the next one.
+        At least one token is left to compute, whose logits choose the next one. The cache has no logits: of a prompt
+        whose log-probabilities are asked for, a position is shared only if that of the token after it is known.
         """
-        n_pages = (len(request.tokens) - 1) // self.page_size
+        most = len(request.prompt_logprobs) if request.needs_prompt_logprobs else len(request.tokens) - 1
+        n_pages = most // self.page_size
         pages = self.pages.find(self._key(request, i) for i in range(n_pages))  # computes no key after the first miss
         return pages, self._key(request, len(pages)) if len(pages) < n_pages else None
 

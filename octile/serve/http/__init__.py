@@ -11,8 +11,9 @@ app.py        the paths: completions, chat completions, models, health, metrics 
 page.html     the page at /
 protocol.py   the bodies of requests, as OpenAI defines them, and what of them is not supported
 chat.py       the chat template: messages to tokens
-config.py     `Limits`: what a server takes at most, and time limits
+config.py     `Limits`: what a server takes at most, and time limits; which keys it can have
 responses.py  bodies and errors in OpenAI's format, and responses that are written as fast as their client reads
 metrics.py    what Prometheus reads, under vLLM's names
+sender.py     sends the weights of a trainer to a server
 stress.py     many clients that stream completions and time them
 """

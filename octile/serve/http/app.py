@@ -25,16 +25,23 @@ from octile.serve.http.responses import NEVER_RETRY, ApiError
 from octile.serve.http.service import Service
 
 READ = ["GET", "HEAD"]  # monitors ask with HEAD
-COUNTED_PATHS = {"/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
+UPDATES = {"/update_weights_from_disk", "/update_weights_from_tensor"}  # SGLang's names
+COUNTED_PATHS = {"/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions", *UPDATES}
 
 
-def create_app(service: Service, api_keys: Sequence[str] = (), hosts: Sequence[str] | None = None) -> FastAPI:
+def create_app(
+    service: Service,
+    api_keys: Sequence[str] = (),
+    hosts: Sequence[str] | None = None,
+    weights_key: str | None = None,
+) -> FastAPI:
     """Make the application.
 
     Args:
         service: the model.
         api_keys: one of them is needed, as a bearer token, for every path under /v1; none is needed if there are none.
         hosts: names under which requests may address the server, besides addresses and localhost; None: any name.
+        weights_key: is needed, as a bearer token, to update the weights; None: they cannot be updated.
     """
 
     @asynccontextmanager
@@ -49,6 +56,8 @@ def create_app(service: Service, api_keys: Sequence[str] = (), hosts: Sequence[s
     app.add_exception_handler(Exception, _defect)
     app.include_router(_open_paths(service))
     app.include_router(_v1(service), prefix="/v1", dependencies=[Depends(_KeyCheck(api_keys))])
+    check = _refuse_updates if weights_key is None else _KeyCheck([weights_key], "weights")
+    app.include_router(_updates(service), dependencies=[Depends(check)])
     if hosts is not None:
         app.add_middleware(_HostCheck, hosts=hosts)
     app.add_middleware(_CountResponses, service=service)
@@ -94,8 +103,23 @@ def _v1(service: Service) -> APIRouter:
     return router
 
 
+def _updates(service: Service) -> APIRouter:
+    router = APIRouter()
+    router.add_api_route("/update_weights_from_disk", service.update_from_disk, methods=["POST"])
+    router.add_api_route("/update_weights_from_tensor", service.update_from_tensor, methods=["POST"])
+    return router
+
+
+def _refuse_updates() -> None:
+    message = (
+        "the weights of this server cannot be updated: octile serve --weights-key KEY, or OCTILE_WEIGHTS_KEY in its "
+        "environment, allows it to those who have the key"
+    )
+    raise ApiError(403, message, code="updates_not_allowed")
+
+
 def _describe(service: Service) -> dict[str, Any]:
-    """The model as OpenAI describes it, with its context under vLLM's name, and which chat template it has."""
+    """The model as OpenAI describes it, its context under vLLM's name, its chat template and its weights' version."""
     return {
         "id": service.model,
         "object": "model",
@@ -103,21 +127,27 @@ def _describe(service: Service) -> dict[str, Any]:
         "owned_by": "octile",
         "max_model_len": service.context,
         "chat_template": "plain" if service.chat.is_plain else "tokenizer",
+        "weights_version": service.engine.stats.weights_version,
     }
 
 
 class _KeyCheck:
-    """Raises ApiError, 401, unless a request has one of the keys."""
+    """Raises ApiError, 401, unless a request has one of the keys.
 
-    def __init__(self, api_keys: Sequence[str]):
-        self._digests = [_digest(key) for key in api_keys]
+    Args:
+        keys: the keys; none is needed if there are none.
+        name: what messages call them.
+    """
+
+    def __init__(self, keys: Sequence[str], name: str = "API"):
+        self._digests, self._name = [_digest(key) for key in keys], name
 
     def __call__(self, request: Request) -> None:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         given = _digest(key.strip() if scheme.lower() == "bearer" else "")
         if self._digests and not any(hmac.compare_digest(given, known) for known in self._digests):
             what = "is not one of this server's" if key else "is missing: Authorization: Bearer KEY"
-            raise ApiError(401, f"the API key {what}", None, "invalid_api_key", {"www-authenticate": "Bearer"})
+            raise ApiError(401, f"the {self._name} key {what}", None, "invalid_api_key", {"www-authenticate": "Bearer"})
 
 
 class _HostCheck:

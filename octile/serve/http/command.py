@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from octile.extras import require
 from octile.options import Positional, Section
 from octile.serve.engine.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig, window_of
-from octile.serve.http.config import Limits
+from octile.serve.http.config import Limits, check_key
 from octile.serve.newest_run import newest_run
 from octile.signals import importing
 from octile.torchrun import count_ranks
@@ -30,6 +30,8 @@ class Options:
             generation_config.json; openai: they get OpenAI's, temperature 1 and all tokens.
         api_key: a key that clients must send; can be given several times. Other users of this machine can see it, but
             not one in the environment variable OCTILE_API_KEY.
+        weights_key: a key with which a client can have the server go on with other weights; none can if it is not
+            given. As api_key it can be given by an environment variable, OCTILE_WEIGHTS_KEY.
         device: auto uses a GPU if there is one.
         limits: what the server takes at most.
         engine: how much is computed at once.
@@ -44,6 +46,7 @@ class Options:
     model_name: str | None = None
     sampling_defaults: Literal["model", "openai"] = "model"
     api_key: tuple[str, ...] = ()
+    weights_key: str | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     limits: Limits = field(default_factory=Limits)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -62,14 +65,19 @@ class Options:
         if not all(self.api_key) or self.model_name == "":
             raise ValueError(f"{'model_name' if self.model_name == '' else 'api_key'} must not be empty")
         for key in self.api_key:
-            _check_key("api_key", key)
+            check_key("api_key", key)
+        if self.weights_key is not None:
+            if not self.weights_key:
+                raise ValueError("weights_key must not be empty")
+            check_key("weights_key", self.weights_key)
+            _check_updates("weights_key", self.weights_key, self)
 
 
 PACKAGES = "fastapi", "uvicorn", "prometheus_client"  # of the extra `serve`, which nothing else of octile imports
 
 SECTIONS = (
     Section("model", ("run", "device", "model_name", "sampling_defaults")),
-    Section("address and clients", ("host", "port", "api_key")),
+    Section("address and clients", ("host", "port", "api_key"), ("weights_key",)),
     Section("limits of the server", ("limits.in_flight", "limits.new_tokens"), ("limits",)),
     Section("steps", ("engine.max_batch", "engine.max_step_tokens", "engine.n_drafts"), ("engine",)),
     Section("cache of keys and values", ("cache.format", "cache.gib")),
@@ -86,7 +94,11 @@ def run(options: Options) -> None:
             which raises the other exceptions, too.
     """
     _check_ranks(options.parallel.ep)
-    _check_key("OCTILE_API_KEY", os.environ.get("OCTILE_API_KEY", ""))
+    check_key("OCTILE_API_KEY", os.environ.get("OCTILE_API_KEY", ""))
+    weights_key = options.weights_key or os.environ.get("OCTILE_WEIGHTS_KEY") or None
+    if weights_key is not None:
+        check_key("OCTILE_WEIGHTS_KEY", weights_key)
+        _check_updates("OCTILE_WEIGHTS_KEY", weights_key, options)
     require(*PACKAGES, extra="serve")
     path = options.run or newest_run()
     name = options.model_name or path.resolve().name
@@ -98,18 +110,21 @@ def run(options: Options) -> None:
     device = pick_own_device(options.device)
     serve(
         path, name, options.host, options.port, keys, device, options.limits, options.engine, options.cache,
-        options.parallel, options.processes, options.sampling_defaults == "model",
+        options.parallel, options.processes, options.sampling_defaults == "model", weights_key,
     )  # fmt: skip
 
 
-def _check_key(name: str, key: str) -> None:
-    """Refuse a key that no client could send in a header, such as one with a newline from a file. It is not shown.
+def _check_updates(name: str, key: str, options: Options) -> None:
+    """Refuse a key to update the weights of a server whose weights cannot be updated, or that every client has.
 
     Raises:
         ValueError: it is one.
     """
-    if not (key.isascii() and key.isprintable() and key == key.strip()):
-        raise ValueError(f"{name} must be printable ASCII without blanks at its ends, to be sent in a header")
+    if options.parallel.ep > 1 or options.processes.prefill:
+        option = "parallel.ep" if options.parallel.ep > 1 else "processes.prefill"
+        raise ValueError(f"{name} must not be given with {option}: only the weights of one process can be updated")
+    if key in options.api_key or key == os.environ.get("OCTILE_API_KEY"):
+        raise ValueError(f"{name} must not be a key that clients have (api_key, OCTILE_API_KEY)")
 
 
 def _check_ranks(ep: int) -> None:

@@ -1,4 +1,7 @@
-"""What a server takes at most, and for how long. This module imports no package of the extra `serve`."""
+"""What a server takes at most, for how long, and which keys it can have.
+
+This module imports no package of the extra `serve`.
+"""
 
 from __future__ import annotations
 
@@ -36,3 +39,13 @@ class Limits:
 
     def __post_init__(self) -> None:
         check_fields(self, "limits.")
+
+
+def check_key(name: str, key: str) -> None:
+    """Refuse a key that no client could send in a header, such as one with a newline from a file. It is not shown.
+
+    Raises:
+        ValueError: it is one.
+    """
+    if not (key.isascii() and key.isprintable() and key == key.strip()):
+        raise ValueError(f"{name} must be printable ASCII without blanks at its ends, to be sent in a header")

@@ -50,6 +50,8 @@ class Metrics(Observer):
         self._whole = self._histogram("e2e_request_latency_seconds", "Time from a request to its last token.", LONG)
         labels = ("model_name", "finished_reason")
         self._ended = Counter("octile_request_success", "Choices that have ended.", labels, registry=self._registry)
+        text = "Time of an update of the weights, with what it waits for."
+        self._updates = self._histogram("weights_update_seconds", text, LONG)
         labels = ("path", "status")
         self._responses = Counter("octile_http_responses", "Responses.", labels, registry=self._registry)
 
@@ -68,6 +70,10 @@ class Metrics(Observer):
         """Count a response with its status."""
         self._responses.labels(path, str(status)).inc()
 
+    def updated(self, seconds: float) -> None:
+        """Count an update of the weights."""
+        self._updates.observe(seconds)
+
     def text(self) -> bytes:
         """Everything in Prometheus's text format."""
         return generate_latest(self._registry)
@@ -83,6 +89,7 @@ class Metrics(Observer):
         yield self._gauge("engine_step_age_seconds", text, self._step_age())
         text = "Seconds for which a prefill or decode process has not answered."
         yield self._gauge("engine_process_silent_seconds", text, stats.silent_seconds)
+        yield self._gauge("weights_version", "How often the weights were updated.", stats.weights_version)
         for field, (name, text) in COUNTERS.items():
             yield self._counter(name, text, getattr(stats, field))
         yield self._counter("prefix_cache_queries", "Tokens looked up in the cache.", stats.prompt_tokens)

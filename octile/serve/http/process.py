@@ -17,6 +17,7 @@ from octile.serve.http.worker import Listening, Start
 from octile.serve.process.messages import Drain, Failed, ProcessEndedError
 from octile.serve.process.server import STOP_SECONDS, EngineServer, StepEngine
 from octile.serve.process.signals import start_without_signals
+from octile.serve.process.updates import WeightsUpdates
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
 
@@ -69,18 +70,19 @@ class HttpProcess:
             raise message.error
         assert isinstance(message, Listening)
 
-    def serve(self, engine: StepEngine, announcement: str) -> list[int]:
+    def serve(self, engine: StepEngine, announcement: str, updates: WeightsUpdates | None = None) -> list[int]:
         """Step an engine for the requests of the process, until Ctrl-C or SIGTERM, and return these signals.
 
         Args:
             engine: from now on, only this object may use it.
             announcement: is printed as soon as a signal has the server drain.
+            updates: updates of the engine's weights; None: `Start` has no key for them.
 
         Raises:
             Exception: what has ended the engine.
             ProcessEndedError: the process has ended without being asked to.
         """
-        server = EngineServer(engine, self._connection)
+        server = EngineServer(engine, self._connection, updates)
         with self._failing:
             self._server, error = server, self._error
         if error is not None:

@@ -1,7 +1,7 @@
 """The bodies of requests, as OpenAI defines them.
 
 A field that would change the result and is not supported is refused, and so is an unknown field: nothing is dropped
-silently. `top_k` and `ignore_eos` are not OpenAI's; they have vLLM's names.
+silently. `top_k`, `ignore_eos`, `prompt_logprobs` and `return_token_ids` are not OpenAI's; they have vLLM's names.
 
 Source: OpenAI's API reference, completions and chat completions.
 """
@@ -15,8 +15,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from octile.serve.engine.config import InFlight
 from octile.serve.engine.request import MAX_LOGPROBS, MAX_TOP_K, Sampling
 from octile.serve.http.responses import ApiError
+from octile.serve.weights.source import BufferSource, FolderSource, WeightsSource
 from octile.validation import MAX_SEED, quoted
 
 MAX_NAME = 60  # characters of an unknown field that an error repeats
@@ -44,6 +46,7 @@ WORDING = {  # pydantic's name of an error: what the field must be
     "greater_than_equal": "at least {ge}",
     "less_than": "below {lt}",
     "less_than_equal": "at most {le}",
+    "multiple_of": "a multiple of {multiple_of}",
     "too_short": "a list of at least {min_length}",
     "too_long": "a list of at most {max_length}",
     "literal_error": "{expected}",
@@ -52,6 +55,7 @@ WORDING = {  # pydantic's name of an error: what the field must be
 # a list is read up to its first error: millions of them would be described before the first one is reported
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[TokenId], Field(fail_fast=True)]
+Size = Annotated[int, Field(ge=0, lt=2**50)]  # of tensors, in elements or in bytes
 Stops = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS, fail_fast=True)]
 
 
@@ -88,6 +92,8 @@ class Generation(Body):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = False
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_token_ids: bool | None = False
 
     # of no effect: who asks, and how OpenAI accounts and caches
     user: str | None = None
@@ -109,6 +115,8 @@ class Generation(Body):
         refuse(self, "logit_bias", self.logit_bias, "empty")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only for stream true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs is only for stream false: a stream has no log-probabilities of prompts")
         return self
 
     def sampling(
@@ -143,6 +151,7 @@ class Generation(Body):
                 stop=tuple(dict.fromkeys((*own, *stop))),
                 logprobs=logprobs,
                 ignore_eos=bool(self.ignore_eos),
+                prompt_logprobs=self.prompt_logprobs,
             )
         except ValueError as error:
             raise ApiError(400, str(error), str(error).split()[0]) from None
@@ -262,6 +271,69 @@ class ChatBody(Generation):
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens differ: give one of them")
         return self
+
+
+class WeightsUpdate(Body):
+    """What all updates of the weights have in common; fields that are not octile's have SGLang's names."""
+
+    in_flight: InFlight = "finish"
+
+    # accepted with the value that changes nothing
+    load_format: Literal["auto"] | None = None
+    flush_cache: Literal[True] | None = True
+    abort_all_requests: Literal[False] | None = None
+    is_async: Literal[False] | None = None
+
+
+class FolderUpdate(WeightsUpdate):
+    """The body of POST /update_weights_from_disk."""
+
+    model_path: Annotated[str, Field(min_length=1)]
+
+    @property
+    def source(self) -> WeightsSource:
+        """Where the weights are."""
+        return FolderSource(self.model_path)
+
+
+class Layout(Body):
+    """Where a tensor lies in a buffer, as in the header of a safetensors file."""
+
+    dtype: str
+    shape: Annotated[list[Size], Field(max_length=8, fail_fast=True)]
+    data_offsets: Annotated[list[Size], Field(min_length=2, max_length=2)]
+
+
+class CudaIpc(Body):
+    """Memory of a GPU: the handle of an allocation, where the buffer begins in it, and the GPU's UUID."""
+
+    handle: str
+    offset: Annotated[Size, Field(multiple_of=8)]  # a kernel that reads a number at another address ends the context
+    device: str
+
+
+class BufferUpdate(WeightsUpdate):
+    """The body of POST /update_weights_from_tensor."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Layout]
+    shared_memory: Annotated[str, Field(min_length=1)] | None = None
+    cuda_ipc: CudaIpc | None = None
+
+    @model_validator(mode="after")
+    def _has_one_buffer(self) -> Self:
+        if (self.shared_memory is None) == (self.cuda_ipc is None):
+            raise ValueError("shared_memory or cuda_ipc must be given, and not both")
+        if not self.tensors:
+            raise ValueError("tensors must not be empty")
+        return self
+
+    @property
+    def source(self) -> WeightsSource:
+        """Where the weights are."""
+        layout = {name: tensor.model_dump() for name, tensor in self.tensors.items()}
+        given = self.model_dump(include={"shared_memory", "cuda_ipc"}, exclude_none=True)
+        return BufferSource(self.config, layout, given)
 
 
 class UnsupportedError(ValueError):

@@ -176,6 +176,28 @@ async def _pieces(content: bytes) -> AsyncIterator[bytes]:
         yield content[i : i + PIECE_BYTES]
 
 
+class WeightsVersions:
+    """The versions of the weights that have chosen the tokens of a choice."""
+
+    def __init__(self) -> None:
+        self._parts: list[dict[str, int]] = []
+        self._n_tokens, self._has_old_latents = 0, False
+
+    def add(self, output: Output) -> None:
+        """Record the version of an output."""
+        if not self._parts or self._parts[-1]["version"] != output.weights_version:
+            self._parts.append({"version": output.weights_version, "first_token": self._n_tokens})
+        self._n_tokens += len(output.tokens)
+        self._has_old_latents |= output.has_old_latents
+
+    def fields(self) -> dict[str, Any]:
+        """The last version; a list if there are several; and a mark if tokens were chosen over older latents."""
+        fields: dict[str, Any] = {"weights_version": self._parts[-1]["version"]} if self._parts else {}
+        if len(self._parts) > 1:
+            fields["weights_versions"] = self._parts
+        return fields | ({"old_latents": True} if self._has_old_latents else {})
+
+
 IMPOSSIBLE = -9999.0  # OpenAI's log-probability of very unlikely tokens: JSON has no -Inf
 
 
@@ -187,40 +209,64 @@ class Answer(ABC):
         tokenizer: to show tokens.
         prompts: the tokens of each prompt.
         n: choices of each prompt.
+        scores_prompts: whether the log-probabilities of prompts are shown, in whole responses alone.
+        shows_tokens: whether the tokens of prompts and of choices are shown.
     """
 
     prefix: str
     whole_object: str
     chunk_object: str
 
-    def __init__(self, model: str, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], n: int):
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        scores_prompts: bool = False,
+        shows_tokens: bool = False,
+    ):
+        self._tokenizer, self._prompts, self._n = tokenizer, prompts, n
+        self._scores_prompts, self._shows_tokens = scores_prompts, shows_tokens
         self._prompt_tokens, self._new_tokens = sum(map(len, prompts)), 0
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._choices = [self.empty(i) for i in range(len(prompts) * n)]
         self._texts: list[list[str]] = [[] for _ in self._choices]  # of the whole response, joined at its end
+        self._tokens: list[list[int]] = [[] for _ in self._choices]  # likewise, if they are shown
+        self._scores: list[tuple[TokenLogprobs, ...]] = [() for _ in self._choices]  # of its prompt
+        self._versions = [WeightsVersions() for _ in self._choices]
 
     def add(self, index: int, output: Output) -> None:
         """Add what is new about a choice to the whole response."""
-        self._count(output)
+        self._count(index, output)
         self._texts[index].append(output.text)
+        self._scores[index] += output.prompt_logprobs
+        if self._shows_tokens:
+            self._tokens[index] += output.tokens
         self.extend(self._choices[index], output)
         if output.finish_reason is not None:
             self._choices[index]["finish_reason"] = str(output.finish_reason)
 
     def whole(self) -> dict[str, Any]:
         """The body of the whole response."""
-        for choice, texts in zip(self._choices, self._texts, strict=True):
-            self.set_text(choice, "".join(texts))
-        return {**self._head, "object": self.whole_object, "choices": self._choices, "usage": self.usage()}
+        for i, choice in enumerate(self._choices):
+            self.set_text(choice, "".join(self._texts[i]))
+            choice |= self._versions[i].fields()
+            if self._shows_tokens:
+                choice["token_ids"] = self._tokens[i]
+        body = {**self._head, "object": self.whole_object, "choices": self._choices, "usage": self.usage()}
+        self.add_prompts(body)
+        return body
 
     def chunk(self, index: int, output: Output) -> dict[str, Any] | None:
         """The chunk for what is new about a choice; None if nothing can be shown yet."""
-        self._count(output)
-        if not (output.text or output.logprobs or output.finish_reason):
+        self._count(index, output)
+        shown = {"token_ids": [*output.tokens]} if self._shows_tokens else {}
+        if not (output.text or output.logprobs or output.finish_reason or shown.get("token_ids")):
             return None
         reason = None if output.finish_reason is None else str(output.finish_reason)
-        return self._as_chunk([{**self.part(index, output), "finish_reason": reason}])
+        marks = {"weights_version": output.weights_version} if reason is None else self._versions[index].fields()
+        return self._as_chunk([{**self.part(index, output), "finish_reason": reason, **marks, **shown}])
 
     def first_chunks(self) -> list[dict[str, Any]]:
         """The chunks before the first output."""
@@ -242,8 +288,29 @@ class Answer(ABC):
     def _as_chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._head, "object": self.chunk_object, "choices": choices}
 
-    def _count(self, output: Output) -> None:
+    def prompt_tokens(self, index: int) -> dict[str, Any]:
+        """The field with the tokens of a choice's prompt, if tokens are shown."""
+        return {"prompt_token_ids": [*self._prompts[index // self._n]]} if self._shows_tokens else {}
+
+    def prompt_fields(self, index: int) -> dict[str, Any]:
+        """The fields of a choice's prompt, as far as they are shown; its first token has no log-probability."""
+        fields = self.prompt_tokens(index)
+        if self._scores_prompts:
+            fields["prompt_logprobs"] = [None, *map(self._scored, self._scores[index])]
+        return fields
+
+    def _scored(self, entry: TokenLogprobs) -> dict[str, Any]:
+        """The log-probabilities at a position of a prompt as vLLM shows them: by token, its own first."""
+        ranked = [(entry.token, entry.logprob, entry.rank)]
+        ranked += [(token, value, rank) for rank, (token, value) in enumerate(entry.top, 1) if token != entry.token]
+        return {
+            str(token): {"logprob": _in_json(value), "rank": rank, "decoded_token": self._token_text(token)}
+            for token, value, rank in ranked
+        }
+
+    def _count(self, index: int, output: Output) -> None:
         self._new_tokens += len(output.tokens)
+        self._versions[index].add(output)
 
     def _token_text(self, token: int) -> str:
         return self._tokenizer.decode([token])
@@ -264,14 +331,26 @@ class Answer(ABC):
     def part(self, index: int, output: Output) -> dict[str, Any]:
         """A choice of a chunk."""
 
+    @abstractmethod
+    def add_prompts(self, body: dict[str, Any]) -> None:
+        """Add the fields of prompts to the body of the whole response, where vLLM has them."""
+
 
 class Completion(Answer):
     """The response of /v1/completions."""
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], n: int):
-        super().__init__(model, tokenizer, prompts, n)
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        scores_prompts: bool = False,
+        shows_tokens: bool = False,
+    ):
+        super().__init__(model, tokenizer, prompts, n, scores_prompts, shows_tokens)
         self._offsets = [0] * len(self._choices)
 
     def empty(self, index: int) -> dict[str, Any]:  # noqa: D102
@@ -292,6 +371,15 @@ class Completion(Answer):
     def part(self, index: int, output: Output) -> dict[str, Any]:  # noqa: D102
         logprobs = self._logprobs(index, output.logprobs) if output.logprobs else None
         return {"index": index, "text": output.text, "logprobs": logprobs}
+
+    def first_chunks(self) -> list[dict[str, Any]]:  # noqa: D102
+        if not self._shows_tokens:
+            return []
+        return [self._as_chunk([{**self.empty(i), **self.prompt_tokens(i)} for i in range(len(self._choices))])]
+
+    def add_prompts(self, body: dict[str, Any]) -> None:  # noqa: D102
+        for i, choice in enumerate(body["choices"]):
+            choice |= self.prompt_fields(i)
 
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
         texts = [self._token_text(entry.token) for entry in logprobs]
@@ -338,7 +426,11 @@ class ChatCompletion(Answer):
     def first_chunks(self) -> list[dict[str, Any]]:  # noqa: D102
         delta = {"role": "assistant", "content": "", "refusal": None}
         parts = [{"index": i, "delta": delta, "logprobs": None} for i in range(len(self._choices))]
-        return [self._as_chunk([{**part, "finish_reason": None}]) for part in parts]
+        first, *others = (self._as_chunk([{**part, "finish_reason": None}]) for part in parts)
+        return [{**first, **self.prompt_tokens(0)}, *others]
+
+    def add_prompts(self, body: dict[str, Any]) -> None:  # noqa: D102
+        body |= self.prompt_fields(0)
 
     def part(self, index: int, output: Output) -> dict[str, Any]:  # noqa: D102
         delta = {"content": output.text} if output.text else {}

@@ -24,10 +24,12 @@ from octile.serve.http.process import HttpProcess
 from octile.serve.http.worker import Start
 from octile.serve.process.server import StepEngine
 from octile.serve.process.signals import freeze_loaded, signals_ignored
+from octile.serve.process.updates import WeightsUpdates
 from octile.serve.ranks.engine import LockstepEngine, follow
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights.generation_config import FILE
 from octile.serve.weights.load import Folder
+from octile.serve.weights.replaceable import ReplaceableWeights
 from octile.text import format_count
 
 
@@ -44,6 +46,7 @@ def serve(
     parallel: ParallelConfig,
     processes: ProcessesConfig,
     has_model_defaults: bool,
+    weights_key: str | None = None,
 ) -> None:
     """Serve a folder; see `octile.cli.Serve` for the arguments. The address is bound before the weights are read.
 
@@ -80,7 +83,11 @@ def serve(
                 loaded = _Loaded(router, router.max_position, router.n_pages, router.cache_bytes)
                 where += ", each with this cache or a larger one"
             elif ranks.size == 1:
-                loaded = _Loaded.of(*folder.load(device, engine, cache))
+                own, runner = folder.load(device, engine, cache)
+                loaded = _Loaded.of(own, runner)
+                if weights_key is not None:
+                    assert isinstance(runner.updatable_weights, ReplaceableWeights)  # as those of all folders
+                    loaded = loaded._replace(updates=WeightsUpdates(own, runner.updatable_weights))
             else:
                 control = world() if device.type == "cpu" else dist.new_group(backend="gloo", timeout=ranks.timeout)
                 parallel_engine, runner = folder.load_expert_parallel(device, engine, cache, parallel, control)
@@ -96,7 +103,7 @@ def serve(
                 where += f", each {'group ' if parallel.tp > 1 else ''}with this cache"
             assert address is not None  # on rank 0
             defaults = folder.generation.sampling if has_model_defaults else {}
-            _answer(address, folder, name, host, api_keys, limits, loaded, where, chat, defaults)
+            _answer(address, folder, name, host, api_keys, limits, loaded, where, chat, defaults, weights_key)
     except Exception as error:
         if (explained := explain(error)) is not error:
             raise explained from error
@@ -121,12 +128,13 @@ class _Address(NamedTuple):
 
 
 class _Loaded(NamedTuple):
-    """An engine, the positions of a request at most, and the engine's cache."""
+    """An engine, the positions of a request at most, the engine's cache, and updates of its weights if any can come."""
 
     engine: StepEngine
     context: int
     n_pages: int
     cache_bytes: int
+    updates: WeightsUpdates | None = None
 
     @classmethod
     def of(cls, engine: StepEngine, runner: ModelRunner) -> _Loaded:
@@ -145,6 +153,7 @@ def _answer(
     where: str,
     chat: ChatTemplate,
     defaults: Mapping[str, Any],
+    weights_key: str | None,
 ) -> None:
     """Answer requests until a signal comes, and end the other ranks and processes."""
     url = address.url
@@ -163,11 +172,12 @@ def _answer(
     vocab_size, stats = folder.model.vocab_size, engine.stats()
     freeze_loaded()
     try:
-        address.http.listen(
-            Start(folder.path, vocab_size, loaded.context, stats, name, limits, defaults, api_keys, hosts)
+        served = Start(
+            folder.path, vocab_size, loaded.context, stats, name, limits, defaults, api_keys, hosts, weights_key
         )
+        address.http.listen(served)
         announcement = f"try it at {url}, or with OpenAI's client: base_url {url}/v1, model {name}"
-        signals = address.http.serve(engine, announcement)
+        signals = address.http.serve(engine, announcement, loaded.updates)
     finally:
         has_failed = address.http.engine_failure is not None
         if not has_failed or isinstance(engine, Router):  # whose other processes must end; ranks end themselves

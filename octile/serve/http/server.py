@@ -31,7 +31,7 @@ class Server(uvicorn.Server):
 
     Args:
         service: the model.
-        api_keys, hosts: as in `create_app`.
+        api_keys, hosts, weights_key: as in `create_app`.
     """
 
     def __init__(
@@ -39,13 +39,14 @@ class Server(uvicorn.Server):
         service: Service,
         api_keys: tuple[str, ...] = (),
         hosts: tuple[str, ...] | None = None,
+        weights_key: str | None = None,
     ):
         self.service = service
         self._loop: asyncio.AbstractEventLoop | None = None
         self._was_cut_off = False
         super().__init__(
             uvicorn.Config(
-                create_app(service, api_keys, hosts),
+                create_app(service, api_keys, hosts, weights_key),
                 http=Connection,
                 ws="none",
                 lifespan="on",

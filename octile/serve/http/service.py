@@ -9,14 +9,14 @@ from contextlib import AsyncExitStack, aclosing
 from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request as HttpRequest
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 
 from octile.serve.engine.request import FinishReason, Output, Request, RequestFactory, Sampling
 from octile.serve.http.chat import ChatTemplate
 from octile.serve.http.config import BODY_SECONDS, FIRST_STEP_SECONDS, HUNG_SECONDS, Limits
 from octile.serve.http.metrics import Metrics
-from octile.serve.http.protocol import ChatBody, CompletionBody, Generation, parse
+from octile.serve.http.protocol import BufferUpdate, ChatBody, CompletionBody, FolderUpdate, Generation, parse
 from octile.serve.http.responses import (
     DONE,
     NEVER_RETRY,
@@ -30,6 +30,7 @@ from octile.serve.http.responses import (
     while_connected,
 )
 from octile.serve.process.client import EngineClient, EngineError, Stream
+from octile.serve.process.messages import UpdateWeights, WeightsRefused, WeightsUpdated
 from octile.text import format_count
 from octile.tokenizer import Tokenizer
 from octile.validation import quoted
@@ -148,6 +149,57 @@ class Service:
         """Answer POST /v1/chat/completions."""
         return await self._respond(request, ChatBody, self._chat_completion, lambda body: 1)
 
+    async def update_from_disk(self, request: HttpRequest) -> Response:
+        """Answer POST /update_weights_from_disk."""
+        return await self._update(request, FolderUpdate)
+
+    async def update_from_tensor(self, request: HttpRequest) -> Response:
+        """Answer POST /update_weights_from_tensor."""
+        return await self._update(request, BufferUpdate)
+
+    async def _update(self, request: HttpRequest, form: type[FolderUpdate] | type[BufferUpdate]) -> Response:
+        deadline = asyncio.get_running_loop().time() + self.limits.seconds
+        self._check_open()
+        body = parse(form, await _read_body(request, self.limits.body, deadline))
+        update = UpdateWeights(body.source, body.in_flight)
+        updated = await while_connected(request.receive, self._updated(update, deadline))
+        if isinstance(updated, WeightsRefused):
+            raise ApiError(400, updated.why, code="weights_refused")
+        self.metrics.updated(updated.seconds)
+        answer = {
+            "success": True,
+            "message": f"the weights have version {updated.version}",
+            "weights_version": updated.version,
+            "seconds": updated.seconds,
+            "write_seconds": updated.write_seconds,
+            "bytes": updated.nbytes,
+        }
+        return JSONResponse(answer)
+
+    async def _updated(self, update: UpdateWeights, deadline: float) -> WeightsUpdated | WeightsRefused:
+        """What becomes of an update.
+
+        Raises:
+            ApiError: 409, another one runs; 500, the engine fails; 503, it is stopped; 504, time is over.
+        """
+        if self.engine.is_updating:  # nothing else runs between this and the begin of the update
+            raise ApiError(409, "an update of the weights runs: wait for its answer", code="update_runs")
+        try:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    return await self.engine.update_weights(update)
+            except TimeoutError:
+                ended = await self.engine.update_end()  # a client may free its buffer after the answer
+        except EngineError as error:
+            raise ApiError(500 if self.engine.failure else 503, str(error), headers=NEVER_RETRY) from None
+        if isinstance(ended, WeightsUpdated):
+            return ended
+        message = (
+            f"the update took longer than {self.limits.seconds:g} seconds, the limit of this server: the old weights "
+            "stay in use"
+        )
+        raise ApiError(504, message, code="timeout", headers=NEVER_RETRY)
+
     def _completion(self, body: CompletionBody) -> Job:
         begin = [self.tokenizer.begin]
         for text in body.prompts:
@@ -159,7 +211,7 @@ class Service:
             new_tokens = self._new_tokens(prompt, body.max_tokens or 16, "max_tokens")
             choices = [body.sampling(new_tokens, body.logprobs, i, self._defaults) for i in range(body.n or 1)]
             requests += self._requests(prompt, choices)
-        return Job(Completion(self.model, self.tokenizer, prompts, body.n or 1), requests)
+        return Job(Completion(self.model, self.tokenizer, prompts, body.n or 1, *_shown(body)), requests)
 
     def _chat_completion(self, body: ChatBody) -> Job:
         try:
@@ -173,7 +225,7 @@ class Service:
         given = self._defaults, self.chat.stop
         choices = [body.sampling(new_tokens, logprobs, i, *given) for i in range(body.n or 1)]
         requests = self._requests(prompt, choices)
-        return Job(ChatCompletion(self.model, self.tokenizer, [prompt], body.n or 1), requests)
+        return Job(ChatCompletion(self.model, self.tokenizer, [prompt], body.n or 1, *_shown(body)), requests)
 
     def _requests(self, prompt: Sequence[int], choices: Sequence[Sampling]) -> list[Request]:
         """Make the requests of a prompt's choices; raise ApiError, 400, if the model cannot continue it."""
@@ -286,6 +338,11 @@ class Service:
         finally:
             if stream is not None:
                 stream.close()
+
+
+def _shown(body: Generation) -> tuple[bool, bool]:
+    """Whether a response shows log-probabilities of prompts, and tokens."""
+    return body.prompt_logprobs is not None, bool(body.return_token_ids)
 
 
 async def _next(events: AsyncGenerator[str, None]) -> str:

@@ -24,7 +24,7 @@ class Start(NamedTuple):
         vocab_size, context: tokens of the model, and the positions that a prompt and its new tokens may have together.
         stats: counts of the engine.
         name, limits, defaults: arguments of `Service`.
-        api_keys, hosts: arguments of `Server`.
+        api_keys, hosts, weights_key: arguments of `Server`.
     """
 
     folder: Path
@@ -36,6 +36,7 @@ class Start(NamedTuple):
     defaults: Mapping[str, Any]
     api_keys: tuple[str, ...]
     hosts: tuple[str, ...] | None
+    weights_key: str | None = None
 
 
 class Listening(NamedTuple):
@@ -63,7 +64,7 @@ def answer(connection: Connection, bound: socket.socket) -> None:
     service = Service(
         engine, tokenizer, start.vocab_size, start.context, chat, start.limits, start.name, start.defaults
     )
-    server = Server(service, start.api_keys, start.hosts)
+    server = Server(service, start.api_keys, start.hosts, start.weights_key)
     engine.on_drain = server.drain
     freeze_loaded()
     try:

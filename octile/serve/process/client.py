@@ -12,11 +12,22 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from multiprocessing.connection import Connection
 
 from octile.serve.engine.request import FinishReason, Output, Request, check_id
 from octile.serve.engine.stats import Stats
-from octile.serve.process.messages import Cancel, Drain, Failed, ProcessEndedError, Stepped
+from octile.serve.process.messages import (
+    Cancel,
+    CancelUpdate,
+    Drain,
+    Failed,
+    ProcessEndedError,
+    Stepped,
+    UpdateWeights,
+    WeightsRefused,
+    WeightsUpdated,
+)
 
 MAX_STEPS = 16  # whose messages are read before others of the event loop have their turn
 SEND_SECONDS = 1.0  # for messages that wait when a sender is closed
@@ -78,8 +89,8 @@ class Stream:
         """Wait for outputs.
 
         Returns:
-            (index of the choice, everything that is new about it), at most once for each choice. An empty list after
-            all choices have finished.
+            (index of the choice, everything new about it that weights of one version have chosen), once for each
+            choice and version. An empty list after all choices have finished.
 
         Raises:
             EngineError: the engine has failed or is stopped.
@@ -90,7 +101,7 @@ class Stream:
                 raise self.error
             new = [choice for choice in self.choices if choice.outputs]
             if new or all(choice.is_finished for choice in self.choices):
-                return [(choice.index, _join(choice)) for choice in new]
+                return [(choice.index, output) for choice in new for output in _join(choice)]
             await self.is_ready.wait()
 
     def fail(self, error: Exception) -> None:
@@ -133,6 +144,7 @@ class EngineClient:
         self._last_step = 0.0  # or when requests came after a rest
         self._choices: dict[int, _Choice] = {}  # that have not finished, by the ids of their requests
         self._streams: set[Stream] = set()
+        self._update: asyncio.Future[WeightsUpdated | WeightsRefused] | None = None
         self._closed: str | None = None  # why nothing can be submitted
 
     @property
@@ -177,9 +189,45 @@ class EngineClient:
                 del self._choices[choice.request_id]
                 self._sender.send(Cancel(choice.request_id))
 
+    @property
+    def is_updating(self) -> bool:
+        """Whether an update of the weights runs."""
+        return self._update is not None and not self._update.done()
+
+    async def update_weights(self, update: UpdateWeights) -> WeightsUpdated | WeightsRefused:
+        """Have the engine replace its weights, while no other update runs.
+
+        Leaving it early cancels the update unless it is being written: `update_end` waits for which of them it is.
+
+        Raises:
+            EngineError: the engine fails or is stopped.
+        """
+        if self._closed is not None:
+            raise EngineError(self._closed)
+        answer = self._update = self._loop.create_future()
+        self._sender.send(update)
+        try:
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            if not answer.done():  # otherwise the next update may run
+                self._sender.send(CancelUpdate())
+            raise
+
+    async def update_end(self) -> WeightsUpdated | WeightsRefused:
+        """Wait for the end of the last update, after which nothing of it is read or written.
+
+        Raises:
+            EngineError: the engine fails or is stopped.
+        """
+        assert self._update is not None
+        return await asyncio.shield(self._update)
+
     def abort(self, reason: str) -> None:
         """Have the readers of all streams raise an EngineError, and every later `submit` too."""
         self._closed = reason
+        if self._update is not None and not self._update.done():
+            self._update.set_exception(EngineError(reason))
+            self._update.exception()  # its reader may have left
         for stream in list(self._streams):
             stream.fail(EngineError(reason))
             self.forget(stream)
@@ -207,6 +255,9 @@ class EngineClient:
     def _take(self, message: object) -> None:
         if isinstance(message, Stepped):
             self._deliver(message.outputs, message.stats.after(self.stats))
+        elif isinstance(message, WeightsUpdated | WeightsRefused):
+            if self._update is not None and not self._update.done():
+                self._update.set_result(message)
         elif isinstance(message, Failed):
             raise message.error
         elif isinstance(message, Drain):
@@ -269,18 +320,19 @@ class Sender:
                 raise
 
 
-def _join(choice: _Choice) -> Output:
-    """Take the outputs that a reader has not seen, joined to one."""
-    outputs, choice.outputs = choice.outputs, []
-    last = outputs[-1]
-    if len(outputs) == 1:
-        return last
-    return Output(
-        last.request_id,
-        tuple(token for output in outputs for token in output.tokens),
-        "".join(output.text for output in outputs),
-        tuple(logprob for output in outputs for logprob in output.logprobs),
-        last.finish_reason,
-        last.error,
-        last.weights_version,
-    )
+def _join(choice: _Choice) -> list[Output]:
+    """Take the outputs that a reader has not seen, joined to one for each version of the weights."""
+    unread, choice.outputs = choice.outputs, []
+    joined = []
+    for _, group in groupby(unread, lambda output: (output.weights_version, output.has_old_latents)):
+        outputs = list(group)
+        last = outputs[-1]
+        joined.append(
+            last._replace(
+                tokens=tuple(token for output in outputs for token in output.tokens),
+                text="".join(output.text for output in outputs),
+                logprobs=tuple(logprob for output in outputs for logprob in output.logprobs),
+                prompt_logprobs=outputs[0].prompt_logprobs,
+            )
+        )
+    return joined

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from octile.serve.engine.config import InFlight
 from octile.serve.engine.request import Output
 from octile.serve.engine.stats import Stats
+from octile.serve.weights.source import WeightsSource
 
 # to the engine
 
@@ -20,6 +22,17 @@ class Cancel(NamedTuple):
     request_id: int
 
 
+class UpdateWeights(NamedTuple):
+    """Replace the weights; one update at a time. It is answered by `WeightsUpdated` or `WeightsRefused`."""
+
+    source: WeightsSource
+    in_flight: InFlight
+
+
+class CancelUpdate(NamedTuple):
+    """Have an update that writes nothing yet end with `WeightsRefused`; it may have ended."""
+
+
 # from the engine
 
 
@@ -28,6 +41,28 @@ class Stepped(NamedTuple):
 
     outputs: Sequence[Output]
     stats: Stats
+
+
+class WeightsUpdated(NamedTuple):
+    """The weights were replaced.
+
+    Attributes:
+        version: version of the new weights; answers that they compute have it.
+        seconds: time from the request to the last byte that was written.
+        write_seconds: the part of it in which no step ran, for the weights were written.
+        nbytes: bytes of all new tensors.
+    """
+
+    version: int
+    seconds: float
+    write_seconds: float
+    nbytes: int
+
+
+class WeightsRefused(NamedTuple):
+    """The weights are the old ones, and why."""
+
+    why: str
 
 
 class Failed(NamedTuple):

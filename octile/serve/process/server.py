@@ -17,7 +17,8 @@ from octile.parallel.messages import as_sent, sent_by_name
 from octile.parallel.ranks import explain
 from octile.serve.engine.request import Output, Request
 from octile.serve.engine.stats import ChangedStats, Stats
-from octile.serve.process.messages import Cancel, Failed, ProcessEndedError, Stepped
+from octile.serve.process.messages import Cancel, CancelUpdate, Failed, ProcessEndedError, Stepped, UpdateWeights
+from octile.serve.process.updates import WeightsUpdates
 
 STOP_SECONDS = 60.0  # for the step that runs; one that hangs does not keep the process
 
@@ -127,14 +128,15 @@ class EngineServer:
     Args:
         engine: from now on, only this object may use it.
         connection: to the other process.
+        updates: updates of its weights; None: the other process asks for none.
 
     Attributes:
         failure: the exception that ended the engine, None while it works.
     """
 
-    def __init__(self, engine: StepEngine, connection: Connection):
+    def __init__(self, engine: StepEngine, connection: Connection, updates: WeightsUpdates | None = None):
         self.failure: Exception | None = None
-        self._engine, self._connection = engine, connection
+        self._engine, self._connection, self._updates = engine, connection, updates
         self._commands = Commands(engine.idle_seconds, engine.wake)
         self._stats = ChangedStats(engine.stats)
         self._sending, self._failing = threading.Lock(), threading.Lock()
@@ -144,11 +146,22 @@ class EngineServer:
         """Step until the other process has ended, or `stop` is called."""
         threading.Thread(target=self._receive, name="commands", daemon=True).start()
         try:
-            while self._commands.carry_out(lambda: self._engine.has_work, lambda: self._send_step([])):
-                self._send_step(self._engine.step())
+            while self._commands.carry_out(self._has_work, lambda: self._send_step([])):
+                self._step()
         except Exception as error:
             self.fail(error)
         self._has_ended.set()
+
+    def _has_work(self) -> bool:
+        return self._engine.has_work or (self._updates is not None and self._updates.is_due)
+
+    def _step(self) -> None:
+        if self._updates is not None and self._updates.is_due:
+            outputs, updated = self._updates.write()
+            self._send_step(outputs)
+            self.send(updated)
+        else:
+            self._send_step(self._engine.step())
 
     def fail(self, error: Exception) -> None:
         """End requests with an error, unless one has done so before; called by any thread."""
@@ -177,9 +190,15 @@ class EngineServer:
                 self._commands.add(partial(self._carry_out, self._connection.recv()))
         self.stop()
 
-    def _carry_out(self, command: list[Request] | Cancel) -> None:
+    def _carry_out(self, command: list[Request] | Cancel | UpdateWeights | CancelUpdate) -> None:
         if isinstance(command, Cancel):
             self._engine.cancel(command.request_id)
+        elif isinstance(command, UpdateWeights):
+            assert self._updates is not None  # the other process knows that there are none
+            self._updates.begin(command, self._commands.add, self.send)
+        elif isinstance(command, CancelUpdate):
+            assert self._updates is not None
+            self._updates.cancel()
         else:
             for request in command:
                 self._engine.submit(request)

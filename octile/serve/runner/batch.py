@@ -154,6 +154,10 @@ class Runner(Protocol):
         """Run the main model over a batch. The positions of chunk and logits are those of the chunk's tokens."""
         ...
 
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Compute the logits of rows of `Results.hidden`, float32 [T, V]: those that `run` returns for them."""
+        ...
+
     def draft(self, batch: Batch, hidden_TD: Tensor) -> Results:
         """Run the multi-token prediction layer over a batch.
 
@@ -186,10 +190,10 @@ class Runner(Protocol):
         """Check that `update_weights` can be called now.
 
         Raises:
-            ValueError: the weights are not those of a model in training, or the model cannot be served as it is now.
+            ValueError: the weights cannot be updated, or the new ones cannot be served.
         """
         ...
 
     def update_weights(self) -> None:
-        """Take over the weights that the model in training has now; the latents in the pages stay as they are."""
+        """Take over new weights; the latents in the pages stay as they are."""
         ...

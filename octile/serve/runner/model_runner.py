@@ -54,6 +54,7 @@ from octile.serve.runner.step import (
 from octile.serve.runner.warm_up import SAMPLED, warm_up_batches
 from octile.serve.weights.generation_config import tokens_of
 from octile.serve.weights.live import LiveWeights
+from octile.serve.weights.replaceable import ReplaceableWeights
 from octile.serve.weights.routed_shared_experts import check_batch_invariant
 from octile.serve.weights.weights import ServedWeights
 
@@ -62,9 +63,9 @@ class ModelRunner:
     """Runs a model over a paged cache; implements `octile.serve.runner.batch.Runner`.
 
     Args:
-        model: a model, the `LiveWeights` of one that is trained, weights that `ServedWeights.read` has read, or weights
-            whose experts are spread over ranks; then all ranks run as many steps (`octile.serve.ranks.experts`), and
-            have the same CUDA graphs.
+        model: a model, the `LiveWeights` of one that is trained, the `ReplaceableWeights` of a folder, weights that
+            `ServedWeights.read` has read, or weights whose experts are spread over ranks. Then all ranks run as many
+            steps (`octile.serve.ranks.experts`), and have the same CUDA graphs.
         n_pages: pages of 64 positions.
         cache_format: format of the cache: "fp8", "bf16" or "float32"; None: the dtype of the activations.
         max_batch: requests of the largest CUDA graphs of decoding, on a GPU; larger batches run without one. 0: none is
@@ -80,6 +81,7 @@ class ModelRunner:
         expert_window: steps over which the tokens of each expert are counted; a multiple of 8. 0: they are not counted.
 
     Attributes:
+        updatable_weights: the weights, if they can be updated.
         n_steps, n_draft_passes: passes of the main model, and of the multi-token prediction layer, so far.
         min_decode: with expert parallelism, requests for which the graph of a decode step has room at least, and
         max_rank_rows: rows that a step has on any rank at most, or any group of ranks, 0: not known, and
@@ -97,7 +99,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: DeepseekV3 | LiveWeights | ServedWeights | ExpertParallelWeights,
+        model: DeepseekV3 | LiveWeights | ReplaceableWeights | ServedWeights | ExpertParallelWeights,
         n_pages: int,
         cache_format: CacheFormat | None = None,
         max_batch: int = 256,
@@ -120,8 +122,8 @@ class ModelRunner:
         self.tp = ALONE if self.expert_parallel is None else self.expert_parallel.tp
         if self.tp.size > 1 and micro_batches > 1:
             raise ValueError("micro_batches must be 1, not 2, if ranks share the rows of a step (tensor parallelism)")
-        self.live_weights = model if isinstance(model, LiveWeights) else None
-        if isinstance(model, ExpertParallelWeights | LiveWeights):
+        self.updatable_weights = model if isinstance(model, LiveWeights | ReplaceableWeights) else None
+        if isinstance(model, ExpertParallelWeights | LiveWeights | ReplaceableWeights):
             model = model.weights
         weights = model if isinstance(model, ServedWeights) else ServedWeights.of_model(model)
         c = weights.config
@@ -319,25 +321,27 @@ class ModelRunner:
         """Check that `update_weights` can be called now; see `octile.serve.runner.batch.Runner`.
 
         Raises:
-            ValueError: the runner has no `LiveWeights`, or as `LiveWeights.check`.
+            ValueError: the runner has neither `LiveWeights` nor `ReplaceableWeights`, or as their `check`.
         """
-        self._live().check()
+        self._updated_weights().check()
 
     def update_weights(self) -> None:
-        """Take over the weights that the model in training has now, after `check_weights`, at the same addresses.
+        """Take over the model's new weights, after `check_weights`, at the same addresses.
 
         CUDA graphs stay valid. `Engine.update_weights` calls it, and takes care of the latents of old weights.
 
         Raises:
-            ValueError: the runner has no `LiveWeights`.
+            ValueError: the runner has neither `LiveWeights` nor `ReplaceableWeights`.
         """
-        self._live().update()
+        self._updated_weights().update()
 
-    def _live(self) -> LiveWeights:
-        if self.live_weights is None:
-            found = "spread over ranks" if self.expert_parallel is not None else "not of a model in training"
-            raise ValueError(f"runner must be of LiveWeights to update its weights, which are {found}")
-        return self.live_weights
+    def _updated_weights(self) -> LiveWeights | ReplaceableWeights:
+        if self.updatable_weights is None:
+            found = "spread over ranks" if self.expert_parallel is not None else "of another kind"
+            raise ValueError(
+                f"runner must be of LiveWeights or ReplaceableWeights to update its weights, which are {found}"
+            )
+        return self.updatable_weights
 
     @torch.no_grad()
     def run(self, batch: Batch) -> Results:
@@ -357,6 +361,17 @@ class ModelRunner:
         self._end_step()
         self._wait_for(results)
         return results
+
+    @torch.no_grad()
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Compute the logits of rows of `Results.hidden`; see `octile.serve.runner.batch.Runner`.
+
+        Raises:
+            TimeoutError: as in `run`.
+        """
+        results = Results(self._padded_logits(hidden_TD, list(range(len(hidden_TD)))), hidden_TD)
+        self._wait_for(results)
+        return results.logits
 
     @torch.no_grad()
     def draft(self, batch: Batch, hidden_TD: Tensor) -> Results:
@@ -490,10 +505,12 @@ class ModelRunner:
         wanted = layout.logit_rows()
         if wanted is None:
             return Results(self.forward.logits(h_TD), h_TD)
-        n = len(wanted)
-        if self._fills:
-            wanted += [0] * (padded_size(n) - n)
-        return Results(self.forward.logits(self._take(h_TD, wanted))[:n], h_TD)
+        return Results(self._padded_logits(h_TD, wanted), h_TD)
+
+    def _padded_logits(self, h_TD: Tensor, rows: list[int]) -> Tensor:
+        """Compute the logits of some rows; GEMMs have few sizes."""
+        padding = padded_size(len(rows)) - len(rows) if self._fills else 0
+        return self.forward.logits(self._take(h_TD, rows + [0] * padding))[: len(rows)]
 
     def _take(self, t: Tensor, rows: list[int]) -> Tensor:
         return t.index_select(0, self._index(rows))

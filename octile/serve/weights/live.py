@@ -23,14 +23,14 @@ from octile.models.meta import meta_model
 from octile.models.names import to_hf
 from octile.nn.functional import result_dtype
 from octile.scaled import quantize
-from octile.serve.weights.block_weights import Weight, tensors_of
+from octile.serve.weights.block_weights import Weight
 from octile.serve.weights.weights import (
     ReadWeight,
     WeightReader,
     assemble,
     has_power_of_2_scales,
-    read_parts,
     served_recipes,
+    write_parts,
 )
 
 
@@ -90,9 +90,7 @@ class LiveWeights:
         """Write the weights that the model has now, after `check`; for `Engine.update_weights`."""
         read, read_experts = self._readers(copies=False)
         reader = WeightReader(self._model.config, self.weights.dtype, read, read_experts=read_experts)
-        for served, part in zip(self.weights.parts, read_parts(reader), strict=True):
-            for written, new in zip(tensors_of(served), tensors_of(part), strict=True):
-                written.copy_(new)
+        write_parts(self.weights, reader)
 
     def _readers(self, copies: bool) -> tuple[ReadWeight, ReadWeight]:
         """Return what reads a weight of the model by its name in a checkpoint, and those of all experts of a layer.

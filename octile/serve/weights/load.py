@@ -33,6 +33,7 @@ from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights.exact import check_fp8, exact_options
 from octile.serve.weights.generation_config import FILE, GenerationConfig, read_generation_config
 from octile.serve.weights.head_share import check_heads, is_of_heads
+from octile.serve.weights.replaceable import ReplaceableWeights
 from octile.serve.weights.routed_shared_experts import check_batch_invariant, check_shared, with_shared_load
 from octile.serve.weights.weights import ServedWeights, has_fp8, is_of_routed, is_of_shared
 from octile.tokenizer import Tokenizer
@@ -123,8 +124,9 @@ class Folder:
         """
         self._check_engine(engine)
         engine, cache = self.exact_options(engine, cache, None, device)
-        weights, stored = self.read_weights(device, engine.n_drafts > 0), cache.format or usual_cache_format(device)
-        n_pages = self._n_pages(weights, stored, engine, cache.gib, phase)
+        weights = ReplaceableWeights(self.path, _activations(device), device, engine.n_drafts > 0)
+        stored = cache.format or usual_cache_format(device)
+        n_pages = self._n_pages(weights.weights, stored, engine, cache.gib, phase)
         runner = _runner(weights, n_pages, stored, engine, phase=phase)
         return Engine(runner, self.tokenizer, engine, self.generation.end_tokens), runner
 
@@ -331,7 +333,7 @@ def usual_cache_format(device: torch.device) -> CacheFormat:
 
 
 def _runner(
-    weights: ServedWeights | ExpertParallelWeights,
+    weights: ReplaceableWeights | ExpertParallelWeights,
     n_pages: int,
     stored: CacheFormat,
     engine: EngineConfig,

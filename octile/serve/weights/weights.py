@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from octile.checkpoint.fp8_layout import SCALE_SUFFIX, is_fp8, quantize_weight
-from octile.checkpoint.hugging_face import open_folder
+from octile.checkpoint.hugging_face import OpenFolder, open_folder
+from octile.checkpoint.packed import PackedTensors
 from octile.checkpoint.shards import Shards
 from octile.checkpoint.tensor_file import TensorSpec
 from octile.formats import BLOCK, E4M3, TILE
@@ -42,6 +43,7 @@ from octile.serve.weights.block_weights import (
     Weight,
     join,
     stack,
+    tensors_of,
 )
 from octile.serve.weights.head_share import HeadShare, check_heads, is_of_heads
 from octile.serve.weights.routed_shared_experts import divide_shared
@@ -147,21 +149,24 @@ class ServedWeights:
             TypeError: dtype is another one.
             FileNotFoundError, ValueError: as in `octile.load`, or `check_heads`.
         """
-        folder = open_folder(path)
-        shards, specs = folder.shards, folder.shards.specs
+        return cls.of_folder(open_folder(path), dtype, device, experts, heads, drafts)
+
+    @classmethod
+    def of_folder(
+        cls,
+        folder: OpenFolder,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        experts: Mapping[int, Sequence[int]] | None = None,
+        heads: HeadShare = ALL_HEADS,
+        drafts: bool = True,
+    ) -> ServedWeights:
+        """Read the weights of an open folder as `read` does."""
         model = folder.meta_model()
         formats = Recipe.deepseek_v3().formats
         assert formats is not None
-        check_heads(model.config, heads.size, has_fp8(specs, is_of_heads))
-
-        def read(name: str) -> Weight:
-            part = heads.part_of(name, specs[name].shape)
-            tensor = _read_part(shards, name, part).to(device)
-            if not is_fp8(specs[name]):
-                return tensor
-            scale = _read_part(shards, name + SCALE_SUFFIX, part and part.blocks())
-            return ScaledTensor(tensor, scale.float().to(device), BLOCK)
-
+        check_heads(model.config, heads.size, has_fp8(folder.shards.specs, is_of_heads))
+        read = stored_weights(folder.shards, device, heads)
         return assemble(model.config, dtype, formats.x.scale == "power_of_2", read, experts, heads, drafts)
 
 
@@ -180,9 +185,25 @@ def is_of_routed(name: str) -> bool:
     return ".mlp.experts." in name
 
 
-def _read_part(shards: Shards, name: str, part: Part | None) -> Tensor:
+def stored_weights(shards: Shards | PackedTensors, device: torch.device | str, heads: HeadShare) -> ReadWeight:
+    """Return what reads a stored weight by its name, on a device, or some heads' part of it."""
+    specs = shards.specs
+
+    def read(name: str) -> Weight:
+        part = heads.part_of(name, specs[name].shape)
+        tensor = _read_part(shards, name, part).to(device)
+        if not is_fp8(specs[name]):
+            return tensor
+        scale = _read_part(shards, name + SCALE_SUFFIX, part and part.blocks())
+        return ScaledTensor(tensor, scale.float().to(device), BLOCK)
+
+    return read
+
+
+def _read_part(shards: Shards | PackedTensors, name: str, part: Part | None) -> Tensor:
     if part is None:
         return shards.read(name)
+    assert isinstance(shards, Shards)  # weights in memory have all heads
     return (shards.columns if part.dim else shards.rows)(name, part.start, part.stop)
 
 
@@ -259,6 +280,18 @@ def assemble(
     reader = WeightReader(config, dtype, read, experts, heads, read_experts)
     embedding, *blocks, norm, head, mtp = read_parts(reader, drafts)
     return ServedWeights(config, dtype, power_of_2, embedding, tuple(blocks), norm, head, mtp, heads)
+
+
+def write_parts(written: ServedWeights, reader: WeightReader) -> None:
+    """Write weights in place, one part after the other.
+
+    Args:
+        written: their tensors have the same addresses afterwards.
+        reader: reads the new weights, of the same model and formats.
+    """
+    for served, part in zip(written.parts, read_parts(reader, written.mtp is not None), strict=True):
+        for tensor, new in zip(tensors_of(served), tensors_of(part), strict=True):
+            tensor.copy_(new)
 
 
 def read_parts(reader: WeightReader, drafts: bool = True) -> Iterator[Any]:

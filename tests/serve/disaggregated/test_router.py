@@ -80,6 +80,25 @@ def test_texts_are_those_of_one_process(router, folder, tokenizer):
     assert stats.generated_tokens == sum(sampling.max_new_tokens for _, sampling in asked)
 
 
+def test_log_probabilities_of_prompts_are_those_of_one_process(router, folder, tokenizer):
+    def scored(engine) -> list:
+        found, ended = [], 0
+        while ended < 2:
+            for output in engine.step():
+                found += [output.prompt_logprobs] if output.prompt_logprobs else []
+                ended += output.finish_reason is not None
+        return sorted(found, key=len)
+
+    single, _ = Folder.open(folder).load(CPU, ENGINE, CacheConfig())
+    for add in (single.add, adding(router)):
+        for prompt, n in (("def f(x): return x", 5), ("import os\n" * 30, 1)):
+            tokens = [tokenizer.begin, *tokenizer.encode(prompt)]
+            add(tokens, Sampling(n, ignore_eos=True, prompt_logprobs=2))
+    found = scored(router)
+    assert found == scored(single)
+    assert len(found[0]) == len(tokenizer.encode("def f(x): return x"))
+
+
 def test_a_request_with_the_id_of_one_that_runs_is_refused_and_changes_nothing(router, tokenizer):
     before = router.stats().requests
     adding(router)([tokenizer.begin, 5], Sampling(20, ignore_eos=True))

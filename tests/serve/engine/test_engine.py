@@ -274,7 +274,7 @@ def test_log_probabilities_are_those_of_each_new_token(engine_of, n_drafts):
         for output in engine.step():
             found += output.logprobs
     assert len(found) == 9
-    for token, logprob, top in found:
+    for token, logprob, top, _ in found:
         expected = runner.logits_after(prefix).log_softmax(-1)
         assert logprob == pytest.approx(expected[token].item(), abs=1e-5)
         assert [token for token, _ in top] == expected.topk(2).indices.tolist()

@@ -5,7 +5,15 @@ from dataclasses import dataclass, fields
 
 import pytest
 
-from octile.serve.engine.request import OF_ENGINE, OF_LOGITS, OF_OPERATOR, OF_SAMPLES, RequestFactory, Sampling
+from octile.serve.engine.request import (
+    OF_ENGINE,
+    OF_LOGITS,
+    OF_OPERATOR,
+    OF_PROMPT,
+    OF_SAMPLES,
+    RequestFactory,
+    Sampling,
+)
 
 OTHERS = {  # a value of each field that is not its default
     "max_new_tokens": 7,
@@ -16,6 +24,7 @@ OTHERS = {  # a value of each field that is not its default
     "stop": ("end",),
     "logprobs": 0,
     "ignore_eos": True,
+    "prompt_logprobs": 1,
 }
 
 
@@ -27,15 +36,15 @@ class WithMinP(Sampling):
 
 
 def test_every_field_is_honored_by_one_part():
-    honored = [*OF_OPERATOR, *OF_ENGINE, *OF_LOGITS, *OF_SAMPLES]
+    honored = [*OF_OPERATOR, *OF_ENGINE, *OF_LOGITS, *OF_PROMPT, *OF_SAMPLES]
     assert sorted(honored) == sorted(f.name for f in fields(Sampling)) == sorted(OTHERS)
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_only_fields_of_operator_and_engine_run_ahead(name):
+def test_only_fields_of_operator_and_engine_and_of_prompts_run_ahead(name):
     sampling = Sampling(**{"temperature": 1.0, name: OTHERS[name]})
-    assert sampling.can_run_ahead == (name in OF_OPERATOR | OF_ENGINE)
-    assert sampling.is_of_operator == (name in OF_OPERATOR | OF_ENGINE | OF_LOGITS)
+    assert sampling.can_run_ahead == (name in OF_OPERATOR | OF_ENGINE | OF_PROMPT)
+    assert sampling.is_of_operator == (name in OF_OPERATOR | OF_ENGINE | OF_LOGITS | OF_PROMPT)
 
 
 @pytest.mark.parametrize("name", sorted(OF_SAMPLES))

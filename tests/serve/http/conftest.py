@@ -26,11 +26,19 @@ class Served:
     """A running server, its engine and its address."""
 
     def __init__(
-        self, engine, limits: Limits, api_keys: tuple[str, ...], template: str | None, hosts=None, defaults=None
+        self,
+        engine,
+        limits: Limits,
+        api_keys: tuple[str, ...],
+        template: str | None,
+        hosts=None,
+        defaults=None,
+        weights_key=None,
+        updates=None,
     ):
         self.engine, bound = engine, bind("127.0.0.1", 0)
         self.url = url_of(bound)
-        self.pair = Pair(engine)
+        self.pair = Pair(engine, updates)
         self.service = Service(
             self.pair.client,
             engine.tokenizer,
@@ -41,7 +49,7 @@ class Served:
             "micro",
             defaults,
         )
-        self.server = Server(self.service, api_keys, hosts=hosts)
+        self.server = Server(self.service, api_keys, hosts, weights_key)
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._run, args=(bound,))
         self.thread.start()

@@ -17,10 +17,13 @@ import torch
 
 pytest.importorskip("fastapi", reason="octile[serve] is not installed")
 
+import octile
 from octile import cli, exit_codes
+from octile.serve import send_weights
 from octile.serve.engine.config import CacheConfig, EngineConfig
 from octile.serve.engine.request import Sampling
 from octile.serve.weights.load import Folder
+from octile.tokenizer import Tokenizer
 from tests.forked_command import ForkedCommand
 
 
@@ -44,7 +47,7 @@ def configured(folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def process(configured):
-    server = start(configured, "--limits.drain", "20")
+    server = start(configured, "--limits.drain", "20", "--weights-key", "trainer")
     yield server
     server.kill()
     server.communicate()
@@ -118,6 +121,38 @@ def test_logprobs_are_those_of_the_most_likely_tokens(client):
         assert max(top.values()) == top[token] == logprob < 0
 
 
+def greedy(folder: Path, prompt: str, tokenizer: Tokenizer) -> str:
+    """The text of an engine of a folder."""
+    engine, _ = Folder.open(folder).load(torch.device("cpu"), EngineConfig(), CacheConfig())
+    engine.add([tokenizer.begin, *tokenizer.encode(prompt)], Sampling(max_new_tokens=20))
+    text = ""
+    while engine.has_work:
+        text += "".join(output.text for output in engine.step())
+    return text
+
+
+def test_a_trainer_in_another_process_sends_its_weights_and_a_folder_brings_the_old_ones_back(
+    client, configured, tokenizer, tmp_path
+):
+    def answer() -> tuple[str, int]:
+        (choice,) = client.completions.create(model="micro", prompt="def f", max_tokens=20, temperature=0).choices
+        return choice.text, choice.model_extra["weights_version"]
+
+    url = str(client.base_url).removesuffix("/v1/")
+    model = octile.load(configured)
+    with torch.no_grad():
+        model.lm_head.weight *= -1
+    octile.save(model, tmp_path)
+    tokenizer.save(tmp_path)
+    old, new = greedy(configured, "def f", tokenizer), greedy(tmp_path, "def f", tokenizer)
+    assert answer() == (old, 0) != (new, 0)
+    assert send_weights(url, "trainer", model).version == 1
+    assert answer() == (new, 1)
+    body, headers = {"model_path": str(configured)}, {"authorization": "Bearer trainer"}
+    assert httpx.post(f"{url}/update_weights_from_disk", json=body, headers=headers).json()["weights_version"] == 2
+    assert answer() == (old, 2)
+
+
 def test_sigterm_lets_a_stream_end_and_then_the_process(client, process):
     stream = client.completions.create(
         model="micro", prompt="a", max_tokens=120, stream=True, extra_body={"ignore_eos": True}
@@ -134,6 +169,11 @@ def test_sigterm_lets_a_stream_end_and_then_the_process(client, process):
     ("options", "message"),
     [
         (["--api-key", ""], "--api-key must not be empty"),
+        (["--weights-key", "a", "--api-key", "a"], "--weights-key must not be a key that clients have"),
+        (
+            ["--weights-key", "a", "--processes.prefill", "1", "--processes.decode", "1"],
+            "--weights-key must not be given with --processes.prefill: only the weights of one process can be updated",
+        ),
         (["--engine.n-drafts", "8"], "--engine.n-drafts must be at most 7, not 8"),
         (["--limits.in-flight", "0"], "--limits.in-flight must be at least 1, not 0"),
         (
@@ -149,7 +189,7 @@ def test_sigterm_lets_a_stream_end_and_then_the_process(client, process):
             "--engine.expert-window must be at least 8, not 0, with --parallel.redundant-experts",
         ),
     ],
-    ids=["key", "drafts", "in flight", "one kind of process", "ranks", "window"],
+    ids=["key", "key of clients", "key and processes", "drafts", "in flight", "one kind of process", "ranks", "window"],
 )
 def test_wrong_options_are_refused_in_one_line(folder, options, message):
     server = start(folder, *options)

@@ -119,7 +119,7 @@ def test_logprobs_of_a_chat(client):
 def test_logprobs_of_a_chat_have_the_bytes_of_half_a_character(tokenizer):
     half = tokenizer.token_bytes.index(b"\xc3")
     answer = ChatCompletion("micro", tokenizer, [[1]], 1)
-    answer.add(0, Output(0, (half,), logprobs=(TokenLogprobs(half, -0.5, ((half, -0.5),)),)))
+    answer.add(0, Output(0, (half,), logprobs=(TokenLogprobs(half, -0.5, ((half, -0.5),), 1),)))
     (entry,) = answer.whole()["choices"][0]["logprobs"]["content"]
     assert entry["bytes"] == entry["top_logprobs"][0]["bytes"] == [0xC3]
 

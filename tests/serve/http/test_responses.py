@@ -62,7 +62,7 @@ def lists_of(value) -> list[list]:
 
 
 def outputs(n: int) -> list[Output]:
-    return [Output(0, (70 + i,), "ab"[i % 2], (TokenLogprobs(70 + i, -0.5, ()),)) for i in range(n)]
+    return [Output(0, (70 + i,), "ab"[i % 2], (TokenLogprobs(70 + i, -0.5, (), 1),)) for i in range(n)]
 
 
 @pytest.mark.parametrize("form", [Completion, ChatCompletion])
@@ -80,7 +80,7 @@ def test_a_step_adds_to_an_answer_and_copies_nothing_of_it(tokenizer, form):
 
 @pytest.mark.parametrize("form", [Completion, ChatCompletion])
 def test_the_log_probability_of_a_masked_token_is_a_number(tokenizer, form):
-    masked = Output(0, (70,), "a", (TokenLogprobs(70, -0.5, ((70, -0.5), (71, float("-inf")))),))
+    masked = Output(0, (70,), "a", (TokenLogprobs(70, -0.5, ((70, -0.5), (71, float("-inf"))), 1),))
     answer = form("micro", tokenizer, [[5]], 1)
     answer.add(0, masked)
     logprobs = answer.whole()["choices"][0]["logprobs"]

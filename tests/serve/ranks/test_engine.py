@@ -97,6 +97,29 @@ def check_texts(rank: int, folder: Path, n_drafts: int, ahead: bool, exchange: b
     assert (engine.stats().drafted_tokens > 0) == (n_drafts > 0)
 
 
+def prompt_logprobs_of(engine: LockstepEngine | Engine) -> list[list[float]]:
+    """The log-probabilities of prompts that are longer than a step, while another text is decoded."""
+    add, sampling = adding(engine), Sampling(3, seed=0, ignore_eos=True, prompt_logprobs=1)
+    add(text(5), Sampling(9, seed=0, ignore_eos=True))
+    found: dict[int, list[float]] = {add(text(40, i), sampling).id: [] for i in range(2)}
+    while engine.has_work:
+        for output in engine.step():
+            if output.prompt_logprobs:
+                found[output.request_id] = [entry.logprob for entry in output.prompt_logprobs]
+    return [*found.values()]
+
+
+def log_probabilities_of_prompts_are_those_of_one_process(rank: int, folder: Path) -> None:
+    expected, found = [], []
+    if not rank:
+        weights = ServedWeights.of_model(new_model(False, config=THREE_LAYERS))
+        single = Engine(ModelRunner(weights, N_PAGES, batch_invariant=True), TOKENIZER, CONFIG)
+        expected = prompt_logprobs_of(single)
+    with_front(rank, lambda front: found.extend(prompt_logprobs_of(front)))
+    assert found == expected
+    assert [len(each) for each in found] == ([] if rank else [39, 39])
+
+
 def texts_are_those_of_one_process(rank: int, folder: Path) -> None:
     check_texts(rank, folder, n_drafts=0, ahead=False)
 
@@ -225,6 +248,7 @@ def a_request_keeps_its_id_and_its_seed_on_its_rank(rank: int, folder: Path) -> 
 
 
 WORKS = [
+    log_probabilities_of_prompts_are_those_of_one_process,
     texts_are_those_of_one_process,
     texts_of_steps_that_are_launched_ahead,
     texts_with_drafts,

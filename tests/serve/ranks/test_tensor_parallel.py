@@ -30,7 +30,15 @@ from octile.serve.weights.weights import ServedWeights
 from tests.parallel.expert_cases import peers_on_cpu
 from tests.serve import models
 from tests.serve.models import EXCHANGED_ROWS, Texts, adding, exchanges_on_cpu, new_model, text
-from tests.serve.ranks.test_engine import CONFIG, SAMPLINGS, TOKENIZER, texts_of, texts_of_one_process, with_front
+from tests.serve.ranks.test_engine import (
+    CONFIG,
+    SAMPLINGS,
+    TOKENIZER,
+    prompt_logprobs_of,
+    texts_of,
+    texts_of_one_process,
+    with_front,
+)
 from tests.worlds import Outcomes
 
 N_PAGES = 20
@@ -187,6 +195,17 @@ def prompts_share_a_beginning_and_pages_run_out(rank: int, folder: Path) -> None
     assert found == expected
     assert stats.shared_tokens > 0
     assert stats.preemptions > 0
+
+
+def log_probabilities_of_prompts_are_those_of_one_process(rank: int, folder: Path) -> None:
+    expected, found = [], []
+    if not rank:
+        single = ModelRunner(weights_of(MODEL, False), N_PAGES, batch_invariant=True)
+        expected = prompt_logprobs_of(Engine(single, TOKENIZER, CONFIG))
+    runner = ModelRunner(spread(), N_PAGES, batch_invariant=True, max_batch=2)
+    with_front(rank, lambda front: found.extend(prompt_logprobs_of(front)), runner)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)  # heads are added in another order
 
 
 def requests_go_to_the_group_that_has_the_fewest(rank: int, folder: Path) -> None:
@@ -388,6 +407,7 @@ def nothing_is_exchanged_of_no_rows(rank: int, folder: Path) -> None:
 
 
 WORKS = [
+    log_probabilities_of_prompts_are_those_of_one_process,
     logits_in_fp32,
     logits_in_fp8,
     logits_without_batch_invariance,

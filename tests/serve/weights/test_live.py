@@ -109,5 +109,5 @@ def test_what_is_not_the_model_of_a_trainer_is_refused():
 def test_weights_that_are_no_copy_of_a_model_in_training_cannot_be_updated():
     runner = ModelRunner(exact_model(), 4)
     for refuse in (runner.check_weights, runner.update_weights):
-        with pytest.raises(ValueError, match=r"^runner must be of LiveWeights .* are not of a model in training"):
+        with pytest.raises(ValueError, match=r"^runner must be of LiveWeights .* are of another kind"):
             refuse()

@@ -3,8 +3,7 @@
     mla_decode      thread blocks attend to parts of the rows' positions, for 16 or 32 heads each
     mla_decode_64   the same for 64 heads each, where multiplying takes longer than reading the cache; rows in FP8 are
                     converted to BF16 once for 64 heads, or by a cluster of two thread blocks once for 128
-    mla_merge       adds the partial results of rows that several thread blocks share, in the order of the positions;
-                    with parts mla_decode_64 merges those that follow each other in one thread block, with equal bits
+    mla_merge       adds the partial results of rows that several thread blocks share, in the order of the positions
 
 With parts mla_decode_64 attends from any number of heads: so a row's bits are the same whether it is alone, as where
 texts are decoded, or shares a thread block with rows of its text, as in prompts and in training.
@@ -42,7 +41,7 @@ HEADS = 64  # of a thread block at most
 MAX_TEXT_HEADS = 4 * HEADS  # of the rows of a text that are one row, if each of them has HEADS or more
 MAX_KEYS = 1024
 MERGE_THREADS = LATENT // 4
-MAX_PARTIALS = 2**20  # of a launch with parts, of one head each: 2 GiB
+MAX_PARTIALS = 3 * 2**19  # of a launch with parts, of one head each: 3 GiB
 MERGE_BLOCKS = 2**14  # of more heads, several have a thread block: most have nothing to merge where there are so many
 MERGE_HEADS = 8
 
@@ -248,7 +247,7 @@ class _Specialized(NamedTuple):
 
 
 def _plan_64(is_fp8: bool, cluster: int) -> _Specialized:
-    shared = (3 * TILES + 1) * TILE + 10 * 64 * 4 + (2 * 2 * 3 + 5) * 8  # mla_decode_64.cu divides it
+    shared = (3 * TILES + 1) * TILE + 8 * 64 * 4 + (2 * 2 * 3 + 5) * 8  # mla_decode_64.cu divides it
     header = partial(wgmma.header, a="bf16", b="bf16")
     headers = {
         "wgmma.cuh": header(64),

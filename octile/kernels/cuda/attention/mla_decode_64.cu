@@ -16,7 +16,6 @@
 #include "ptx.cuh"
 #include "convert.cuh"
 #include "split_kv.cuh"
-#include "merge_splits.cuh"
 #include "mla_entry.cuh"
 #include "mla_pages_64.cuh"
 
@@ -41,10 +40,8 @@ struct Consumer : Seesaw<Consumer<own>, own> {
     using Base = Seesaw<Consumer<own>, own>;
     using Base::await, Base::barriers, Base::head, Base::keys, Base::lane, Base::shared, Base::shared_value;
 
-    // Of several queries: the positions of the row that a head does not attend to; each warp has its own heads'. Of parts
-    // that are merged here: the log of the sum of weights of those before.
+    // Of several queries: the positions of the row that a head does not attend to; each warp has its own heads'.
     static constexpr RowValue beyond = static_cast<RowValue>(row_values + own);
-    static constexpr RowValue before = static_cast<RowValue>(row_values + 2 + own);
 
     PageBarriers& of_pages;
     uint32_t q_rotary[4][4];  // if it is in registers
@@ -167,63 +164,25 @@ struct Consumer : Seesaw<Consumer<own>, own> {
         }
     }
 
-    // With parts. reach: the positions from the part's first one up to the row's length; slot: of its partial results. merges:
-    // whether all parts of the row up to this one are of this thread block; it writes to `done` how many these are.
-    __device__ __forceinline__ void end_part(
-        const Results& results, int slot, bool merges, int reach, int max_parts, int* done) {
-        const int row = slot / max_parts, part = slot % max_parts;
+    // With parts. reach: the positions from the part's first one up to the row's length; slot: of its partial results.
+    __device__ __forceinline__ void end_part(const Results& results, int slot, int reach, int max_parts) {
         float all[2];
         Base::find_sums(all);
-        if (merges && threadIdx.x == 0) done[row] = part + 1;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             int of_head = reach;
             if constexpr (config::queries > 1) of_head -= __float_as_int(shared_value(beyond, h));
             const float inverse = all[h] == 0.0f ? 0.0f : __frcp_rn(all[h]);
             const float lse = __fadd_rn(Base::highest[h], log2f(all[h]));
-            const bool is_last = of_head <= part_pages * page_rows;  // of the parts in which the head has positions
-            const auto pair = [&](int n) { return Base::result(n, h, inverse); };
-            if (merges && part > 0)
-                merge(results, slot - part, row, h, pair, of_head > 0, is_last, lse);
-            else
-                store(results, slot, row, h, pair, of_head > 0, is_last && part == 0, lse);
+            // That of a head whose positions all lie in the first part is final.
+            const bool is_final = slot % max_parts == 0 && of_head <= part_pages * page_rows;
+            if (__any_sync(all_lanes, is_final)) Base::store_final(results, slot / max_parts, h, inverse, is_final);
+            if (!is_final && of_head > 0) Base::store_partial(results, slot, h, inverse);
+            if (of_head > 0) Base::store_lse(results, slot, h, lse);
         }
-        __syncwarp();  // before `before` is read again
     }
 
-    // Stores the result of a part; that of a head whose positions all lie in the first part is final.
-    template <class Pair>
-    __device__ __forceinline__ void store(
-        const Results& results, int slot, int row, int h, const Pair& pair, bool exists, bool is_final, float lse) const {
-        if (__any_sync(all_lanes, is_final)) Base::store_final(results, row, h, pair, is_final);
-        if (!exists) return;
-        if (!is_final) Base::store_partial(results, slot, h, pair);
-        Base::store_lse(results, slot, h, lse);
-        if (lane % 4 == 0) shared_value(before, h) = lse;
-    }
-
-    // Merges the result of a part with that of the parts before, which this thread has stored in the row's first slot.
-    template <class Pair>
-    __device__ __forceinline__ void merge(
-        const Results& results, int slot, int row, int h, const Pair& pair, bool exists, bool is_last, float lse) const {
-        const Shares shares(shared_value(before, h), lse);
-        __syncwarp();  // all lanes have read `before`
-        exists = exists && head(h) < results.n_heads;
-        const float* const stored = results.partial + (exists ? Base::first_of(results, slot, h) + 2 * (lane % 4) : 0);
-        const auto merged = [&](int n) {
-            const float2 a = *reinterpret_cast<const float2*>(stored + 8 * n), b = pair(n);
-            return make_float2(shares.merge(a.x, b.x), shares.merge(a.y, b.y));
-        };
-        const bool is_final = exists && is_last;
-        if (__any_sync(all_lanes, is_final)) Base::store_final(results, row, h, merged, is_final);
-        if (!exists) return;
-        if (!is_final) Base::store_partial(results, slot, h, merged);
-        Base::store_lse(results, slot, h, shares.lse);
-        if (lane % 4 == 0) shared_value(before, h) = shares.lse;
-    }
-
-    __device__ __forceinline__ void run(
-        const uint16_t* q, const Results& results, Items& items, int max_parts, int* done) {
+    __device__ __forceinline__ void run(const uint16_t* q, const Results& results, Items& items, int max_parts) {
         Item item;
         while (items.next(item)) {
             begin(q, results.n_heads, item, items.lengths);
@@ -231,8 +190,7 @@ struct Consumer : Seesaw<Consumer<own>, own> {
             // of a warp leave at different times, and would move wgmma's descriptors to uniform registers each time.
             int inside = __reduce_max_sync(all_lanes, item.length - (item.first_page + own) * page_rows);
             const int n_pages = __reduce_max_sync(all_lanes, item.n_pages);
-            const int partial = ~(has_parts ? 2 * item.slot + item.whole : item.slot);
-            const int to = __reduce_max_sync(all_lanes, item.whole && !has_parts ? item.row : partial);
+            const int to = __reduce_max_sync(all_lanes, item.whole && !has_parts ? item.row : ~item.slot);
             left_scores = (n_pages + 1 - own) / 2;
             if constexpr (own == 1) release_queries(left_scores == 0);
             float s[32];
@@ -246,7 +204,7 @@ struct Consumer : Seesaw<Consumer<own>, own> {
             else
                 Base::template attend<false>(s, Inside<true>{inside}, false);
             if constexpr (has_parts)
-                end_part(results, ~to / 2, ~to % 2, inside + (page - 2 + own) * page_rows, max_parts, done);
+                end_part(results, ~to, inside + (page - 2 + own) * page_rows, max_parts);
             else
                 end(results, to);
         }
@@ -254,8 +212,7 @@ struct Consumer : Seesaw<Consumer<own>, own> {
 };
 
 // map: the cache [P, 64, 576] bfloat16, or as [P·64, 328] bfloat16 that of [P, 64, 656] bytes. q: [rows, H, 576] bfloat16.
-// pages: [rows, M]. out: [rows, H, 512] bfloat16. partial: [slots, H, 512], lse: [slots, H]. starts: [rows + 1], as
-// mla_merge.cu reads it.
+// pages: [rows, M]. out: [rows, H, 512] bfloat16. partial: [slots, H, 512], lse: [slots, H]. starts: [rows + 1].
 extern "C" __global__ void __launch_bounds__(consumer_threads + 128, 1)
 mla_decode_64(const __grid_constant__ TensorMap map, const uint8_t* cache, const uint16_t* q, const int* pages,
               const int* lengths, uint16_t* out, float* partial, float* lse, int* starts, float scale, int n_heads,
@@ -286,10 +243,10 @@ mla_decode_64(const __grid_constant__ TensorMap map, const uint8_t* cache, const
         Items items = items_here();
         if (role.warp < 4)
             Consumer<0>(shared, barriers, scale, role.warp, role.first_head)
-                .run(q, {out, partial, lse, n_heads}, items, max_parts, starts);
+                .run(q, {out, partial, lse, n_heads}, items, max_parts);
         else
             Consumer<1>(shared, barriers, scale, role.warp - 4, role.first_head)
-                .run(q, {out, partial, lse, n_heads}, items, max_parts, starts);
+                .run(q, {out, partial, lse, n_heads}, items, max_parts);
     }
     if constexpr (cluster > 1) ptx::cluster_sync();  // the other thread block may still write here
 }

@@ -31,8 +31,8 @@ constexpr int keys = 0;  // two pages; first: their swizzle needs 1024-byte alig
 constexpr int q = keys + 2 * tiles * tile;
 constexpr int p_second = keys + (2 * tiles - 1) * tile;  // P₁: where the second page's rotary channels were
 constexpr int p_first = q + tiles * tile;                // P₀
-constexpr int rows = p_first + tile;                     // [10][64] of 4 bytes: see `RowValue`
-constexpr int barriers = rows + 10 * heads * 4;
+constexpr int rows = p_first + tile;                     // [8][64] of 4 bytes: see `RowValue`
+constexpr int barriers = rows + 8 * heads * 4;
 constexpr int bytes = barriers + int(sizeof(PageBarriers));
 static_assert(bytes == config::shared_bytes, "mla_decode.py computes the same");
 }  // namespace smem

@@ -367,40 +367,36 @@ struct Seesaw {
     // of all heads.
     __device__ __forceinline__ void store_results(
         const Results& results, int row, bool is_final, int h, float inverse, float lse) const {
-        const auto pair = [&](int n) { return result(n, h, inverse); };
         if (is_final) {
-            store_final(results, row, h, pair, true);
+            store_final(results, row, h, inverse, true);
         } else {
-            store_partial(results, row, h, pair);
+            store_partial(results, row, h, inverse);
             store_lse(results, row, h, lse);
         }
     }
 
-    // By all lanes of a warp: BF16 is stored in 64 bytes of a head, not in the 16 that four lanes have. pair: of this thread's
-    // pairs of channels. stores: whether this lane stores its head's.
-    template <class Pair>
-    __device__ __forceinline__ void store_final(
-        const Results& results, int row, int h, const Pair& pair, bool stores) const {
+    // By all lanes of a warp: BF16 is stored in 64 bytes of a head, not in the 16 that four lanes have. stores: whether this
+    // lane stores its head's.
+    __device__ __forceinline__ void store_final(const Results& results, int row, int h, float inverse, bool stores) const {
         uint16_t* out = results.out + first_of(results, row, h) + 8 * (lane % 4);
 #pragma unroll
         for (int j = 0; j < 32; j += 4) {
             uint32_t pairs[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float2 values = pair(j + i);
-                pairs[i] = ptx::pack_bf16(values.x, values.y);
-            }
+            for (int i = 0; i < 4; ++i)
+                pairs[i] = ptx::pack_bf16(result(2 * (j + i), h, inverse), result(2 * (j + i) + 1, h, inverse));
             gather_channels(pairs);
             if (stores && head(h) < results.n_heads)
                 *reinterpret_cast<uint4*>(out + 8 * j) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
         }
     }
-    template <class Pair>
-    __device__ __forceinline__ void store_partial(const Results& results, int row, int h, const Pair& pair) const {
+    __device__ __forceinline__ void store_partial(const Results& results, int row, int h, float inverse) const {
         if (head(h) >= results.n_heads) return;
         float* out = results.partial + first_of(results, row, h) + 2 * (lane % 4);
 #pragma unroll
-        for (int j = 0; j < 32; ++j) *reinterpret_cast<float2*>(out + 8 * j) = pair(j);
+        for (int j = 0; j < 32; ++j)
+            *reinterpret_cast<float2*>(out + 8 * j) =
+                make_float2(result(2 * j, h, inverse), result(2 * j + 1, h, inverse));
     }
     __device__ __forceinline__ void store_lse(const Results& results, int row, int h, float lse) const {
         if (own == 0 && lane % 4 == 0 && head(h) < results.n_heads)
@@ -409,8 +405,8 @@ struct Seesaw {
     __device__ __forceinline__ int64_t first_of(const Results& results, int row, int h) const {
         return (static_cast<int64_t>(row) * results.n_heads + head(h)) * latent + own * 256;
     }
-    // Of head h; n: of this thread's pairs of channels. Never −0, which a weight of zero may have made +0.
-    __device__ __forceinline__ float2 result(int n, int h, float inverse) const {
-        return make_float2(fmaf(o[4 * n + 2 * h], inverse, 0.0f), fmaf(o[4 * n + 2 * h + 1], inverse, 0.0f));
+    // Of head h; n: of this thread's channels. Never −0, which a weight of zero may have made +0.
+    __device__ __forceinline__ float result(int n, int h, float inverse) const {
+        return fmaf(o[n / 2 * 4 + 2 * h + n % 2], inverse, 0.0f);
     }
 };

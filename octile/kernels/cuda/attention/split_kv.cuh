@@ -8,8 +8,7 @@
 // shared row begins, plus that of the range.
 //
 // With parts each row is cut at multiples of `part_pages` pages, wherever other rows end, which keeps its bits independent of
-// them. A range has the parts that begin in it, so that ranges differ by a part at most. Each part has a slot. The thread
-// block of a row's first part merges it with the parts that follow in the same range.
+// them. A range has the parts that begin in it, so that ranges differ by a part at most. Each part has a slot.
 //
 // Several queries of one text, as where drafts are verified, are one row here, with the heads of all of them: its pages are
 // those of the longest query, and each head attends to the positions of its own.
@@ -54,7 +53,7 @@ __device__ __forceinline__ int pages_of_range(int total, int ranges, int shortes
 struct Item {
     int row, first_page, n_pages, length;
     int slot;    // of its partial result
-    bool whole;  // all pages of the row: its result is final. With parts: all of the row up to here are of this thread block
+    bool whole;  // all pages of the row: its result is final
 };
 
 // The items of one thread block. All lanes of a warp compute the same.
@@ -63,7 +62,6 @@ struct Items {
     const int rows, max_parts, ranges, range;
     int row = 0, offset = 0, left = 0;  // the next page, and the pages up to the end of the range
     int first_range = range;            // without parts: in which the next row begins
-    static constexpr int has_first = 1 << 30;  // with parts, added to offset: the row's first part is in this range
 
     // max_parts: of a row. starts: [rows + 1], the pages before each row and then those of a range; written if not null.
     __device__ __forceinline__ Items(Lengths lengths, int rows, int max_parts, int ranges, int range, int* starts)
@@ -126,14 +124,13 @@ struct Items {
         if constexpr (has_parts) {
             while (left > 0) {
                 const int length = lengths.of(row), n = (length + page_rows - 1) / page_rows;
-                const int first = offset & ~has_first, count = min(n - first, part_pages);
+                const int count = min(n - offset, part_pages);
                 if (count <= 0) {
                     offset = 0;
                     ++row;
                     continue;
                 }
-                if (first == 0) offset |= has_first;
-                item = {row, first, count, length, row * max_parts + first / part_pages, (offset & has_first) != 0};
+                item = {row, offset, count, length, row * max_parts + offset / part_pages, count == n};
                 left -= count;
                 offset += count;
                 return true;

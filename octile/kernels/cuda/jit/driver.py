@@ -209,6 +209,28 @@ def _attribute(device: int, name: str) -> int:
     return int(checked("cuDeviceGetAttribute", driver.cuDeviceGetAttribute(which, device)))
 
 
+@contextmanager
+def primary_context(device: int) -> Iterator[None]:
+    """Make a GPU's primary context current, which is torch's: a thread has none before its first use of the GPU.
+
+    Args:
+        device: torch's index of the GPU.
+
+    Raises:
+        RuntimeError: the driver refuses it.
+    """
+    torch.cuda.init()
+    context = checked("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(device))
+    try:
+        checked("cuCtxPushCurrent", driver.cuCtxPushCurrent(context))
+        try:
+            yield
+        finally:
+            driver.cuCtxPopCurrent()
+    finally:
+        driver.cuDevicePrimaryCtxRelease(device)
+
+
 def checked(what: str, result: tuple[Any, ...]) -> Any:
     """Return the value of a driver call.
 
