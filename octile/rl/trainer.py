@@ -165,7 +165,6 @@ class RLTrainer:
         sums: dict[str, float] = defaultdict(float)
         differences: list[tuple[Tensor, Tensor]] = []
         for number, group in enumerate(parts):
-            self.optimizer.zero_grad()
             count = sum(len(part.tokens) for part in group)
             for index, part in enumerate(group):
                 new_BT = self.model.log_probs(part.tokens)
@@ -179,8 +178,8 @@ class RLTrainer:
                 raise FloatingPointError(f"the gradient is not finite at step {self.steps_done + 1}")
             self.is_between_steps = False
             self.optimizer.step(gradient_scale=clip_factor(norm, MAX_NORM))
+            self.optimizer.zero_grad()
             sums["grad_norm"] += float(norm) / config.updates
-        self.optimizer.zero_grad()
         difference = compare_log_probs(*map(torch.cat, zip(*differences, strict=True)))
         tokens = difference.tokens
         return {

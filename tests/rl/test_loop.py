@@ -109,6 +109,12 @@ def test_a_run_that_was_killed_after_its_last_step_gets_its_model_by_being_resum
     assert (out / "report.html").exists()
 
 
+def test_texts_are_stored_now_and_then(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "TEXTS_EVERY", 2)
+    loop.train(replace(config, out=tmp_path / "run", steps=5), False, silent_console())
+    assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "texts" in line] == [1, 2, 4]
+
+
 def test_a_run_without_its_metrics_gets_its_model_but_no_report(whole, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(whole, out, ignore=shutil.ignore_patterns("model", "metrics.jsonl", "summary.json", "report.html"))

@@ -31,6 +31,7 @@ def test_each_prompt_of_a_file_comes_once_in_an_epoch_in_another_order(tmp_path)
     epochs = [[p for step in range(first, first + 5) for p in prompts.of_step(step, 2)] for first in (0, 5)]
     assert all(sorted(epoch) == sorted(there) for epoch in epochs)
     assert epochs[0] != epochs[1]
+    assert FilePrompts(tmp_path / "prompts.jsonl", seed=1).of_step(0, 10) != prompts.of_step(0, 10)
     assert prompts.of_step(3, 2) == FilePrompts(tmp_path / "prompts.jsonl", seed=0).of_step(3, 2)
     assert prompts.longest() == [p.prompt for p in there]
 
