@@ -15,8 +15,10 @@ from octile.train.config import Count, Positive
 from octile.validation import Range, Seed, check_fields, from_json
 
 COMMAND = "octile rl"  # the entry "command" of config.json, by which other commands know such a run
-RESUMABLE = frozenset({"steps", "checkpoint_every", "out", "device", "micro_batches"})
 DIGESTS = {"prompts_sha256": "prompts", "reward_sha256": "reward"}  # the checksum of a file: the setting that names it
+RESUMABLE = frozenset(
+    {"steps", "checkpoint_every", "out", "device", "micro_batches", *DIGESTS.values()}  # files with the same checksums
+)
 
 
 @dataclass(frozen=True)

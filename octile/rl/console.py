@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from octile.train.run.console import LOG_LINES, RunConsole
 from octile.train.run.metrics import Metrics
 
 LAST = 10  # steps over which the reward at the end is averaged
+MAX_PROMPT = 80  # characters of a prompt that is printed as a part of a command
 
 
 class RLProgress:
@@ -83,4 +85,6 @@ def print_result(console: RunConsole, run: Path, summary: Metrics, prompt: str, 
     )
     console.print(f"model:  {run / 'model'}")
     console.print(f"report: {report}")
-    console.print(f"more:   octile generate {quoted_path(run)} --prompt {prompt!r} --temperature 1")
+    is_short = len(prompt) <= MAX_PROMPT and not prompt.startswith("-")
+    text = shlex.quote(prompt) if is_short else "TEXT"
+    console.print(f"more:   octile generate {quoted_path(run)} --prompt {text} --temperature 1")

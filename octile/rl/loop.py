@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from contextlib import ExitStack, closing, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from octile.rl.console import print_result, progress, summarize
 from octile.rl.prompts import ArithmeticPrompts, FilePrompts, Prompts
 from octile.rl.rewards import Rewards
 from octile.rl.run import (
-    START,
     Checkpoint,
     continued,
     create_folder,
@@ -31,9 +31,10 @@ from octile.rl.run import (
 from octile.rl.trainer import RLTrainer, check_length, longest_prompt
 from octile.serve.weights.load import Folder
 from octile.signals import Stopped, stop_requests
+from octile.train.memory.check import is_out_of_memory
 from octile.train.run.console import RunConsole
 from octile.train.run.deterministic import deterministic
-from octile.train.run.folder import RunFolder, lock_folder
+from octile.train.run.folder import START, RunFolder, lock_folder
 from octile.train.run.metrics import MetricsWriter, read_lines, truncate_after
 from octile.train.run.results import unmarked_on_failure
 
@@ -57,6 +58,7 @@ def train(config: RLConfig, resume: bool, console: RunConsole) -> Path:
         FileNotFoundError: there is no model, no run to resume, or no file of prompts or of the reward.
         ValueError: the configuration, a file or a checkpoint is invalid.
         FloatingPointError: logits or gradients are not finite.
+        MemoryError: memory ran out in a step.
         RuntimeError, TypeError: as for `Rewards`.
         Stopped: Ctrl-C or SIGTERM ended the run early.
     """
@@ -122,7 +124,8 @@ def _train(
     ):
         write_config(run, config)
         while trainer.steps_done < config.steps and not stop:
-            line = trainer.step()
+            with _saved_on_failure(run, trainer, config, saved, console):
+                line = trainer.step()
             metrics.write(line)
             bar.step(line)
             number = trainer.steps_done
@@ -139,9 +142,42 @@ def _train(
     save_model(trainer.model, run.model, run.path / START)
     lines = read_lines(run.metrics_file)
     steps, texts = ([line for line in lines if key in line] for key in ("reward", "texts"))
+    if not steps:  # whoever has deleted the file needs the model all the same
+        console.print(f"model:  {run.model}; {run.metrics_file} has no steps, so there is no report")
+        return run.path
     summary = summarize(steps)
     write_json(run.summary_file, summary)
     report = run.path / "report.html"
     write_text(report, render_rl_report(f"octile rl · {run.path.name}", steps, texts, summary, config.to_values()))
     print_result(console, run.path, summary, prompts.of_step(0, 1)[0].prompt, report)
     return run.path
+
+
+@contextmanager
+def _saved_on_failure(
+    run: RunFolder, trainer: RLTrainer, config: RLConfig, saved: int | None, console: RunConsole
+) -> Iterator[None]:
+    """Save the steps before one that fails, as far as that is possible, and say what to do if memory has run out.
+
+    Args:
+        run, trainer, config, console: those of the run.
+        saved: the step of the last checkpoint; None without one.
+
+    Raises:
+        MemoryError: memory ran out.
+    """
+    try:
+        yield
+    except Exception as error:
+        done = trainer.steps_done
+        if done and saved != done and trainer.is_between_steps:
+            with suppress(Exception):  # the disk may be full, or the GPU may have failed
+                save_state(run, trainer, config)
+                console.print(f"saved step {done}; to continue: {config.resume_command}")
+        if is_out_of_memory(error):
+            raise MemoryError(
+                f"out of memory at step {done + 1} on the {trainer.device.type}: {config.resume_command} "
+                f"--micro-batches {2 * config.micro_batches} needs less (now {config.micro_batches}), as does a new "
+                "run with a smaller --group-size, --prompts-per-step or --max-new-tokens"
+            ) from error
+        raise

@@ -100,4 +100,6 @@ def _read(line: bytes, where: str) -> Prompt:
         if not isinstance(value.get(name), str):
             found = quoted(value[name]) if name in value else "missing"
             raise ValueError(f"{where}: {name} must be text, but it is {found}")
+        if any("\ud800" <= character <= "\udfff" for character in value[name]):
+            raise ValueError(f"{where}: {name} must be text that UTF-8 can encode, but it has a lone surrogate")
     return Prompt(value["prompt"], value["answer"])

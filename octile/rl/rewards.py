@@ -13,9 +13,10 @@ Source: DeepSeek-R1 (arXiv 2501.12948) §2.2.2.
 from __future__ import annotations
 
 import importlib.util
-import math
 import re
+import sys
 from collections.abc import Callable, Mapping
+from numbers import Real
 from pathlib import Path
 
 from octile.validation import quoted
@@ -23,6 +24,7 @@ from octile.validation import quoted
 Reward = Callable[[str, str, str], float]  # of a prompt, its completion, and the right answer
 
 FUNCTION = "reward"  # of a user's file
+MAX_REWARD = 1e15  # magnitude up to which FP32 can sum the squares of a group's rewards
 FORMAT = re.compile(r"\s*<think>(.*)</think>(.*)", re.DOTALL)
 
 
@@ -67,7 +69,7 @@ class Rewards:
         Raises:
             RuntimeError: a user's function raised an exception; the message names the file, the prompt and the
                 exception.
-            ValueError: it returned NaN or Inf.
+            ValueError: it returned NaN, Inf, or a number of a magnitude above MAX_REWARD.
             TypeError: it returned no number.
         """
         if self._function is None:
@@ -76,12 +78,12 @@ class Rewards:
         where = f"reward {str(self._file)!r} for the prompt {quoted(prompt)}"
         try:
             value = self._function(prompt, completion, answer)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # an exit would end the run as if it had finished
             raise RuntimeError(f"{where} raised {type(error).__name__}: {error}") from error
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"{where} must return a number, not {quoted(value)}")
-        if not math.isfinite(value):
-            raise ValueError(f"{where} must return a finite number, not {value}")
+        if not abs(value) <= MAX_REWARD:  # or it is NaN
+            raise ValueError(f"{where} must return a finite number up to ±{MAX_REWARD:g}, not {quoted(value)}")
         return {"reward": float(value)}
 
 
@@ -97,10 +99,10 @@ def load_reward(file: Path) -> Reward:
     spec = importlib.util.spec_from_file_location("octile_reward", file)
     if spec is None or spec.loader is None:
         raise ValueError(f"reward {str(file)!r} must be a Python file, whose name ends in .py")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses and pickle look it up there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"reward {str(file)!r} cannot be run: {type(error).__name__}: {error}") from error
     function: Reward | None = getattr(module, FUNCTION, None)
     if not callable(function):

@@ -28,11 +28,10 @@ from octile.models.deepseek_v3 import DeepseekV3
 from octile.rl.config import COMMAND, DIGESTS, RLConfig, changed_settings
 from octile.rl.trainer import RLTrainer
 from octile.train.config import shown
-from octile.train.run.folder import RunFolder, check_unused, new_folder
+from octile.train.run.folder import START, RunFolder, check_unused, new_folder
 from octile.train.run.machine import computed_on, warn_of_another_machine
 from octile.validation import CHECKSUM, read_json, take_checksum, with_checksum
 
-START = "start"
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 
 
@@ -57,6 +56,8 @@ def write_start(config: RLConfig, run: RunFolder) -> None:
         FileNotFoundError, ValueError: as for `octile.checkpoint.hugging_face.load`.
     """
     assert config.model is not None
+    for name in TOKENIZER_FILES:  # of another model, if the first step of a run in this folder has failed
+        (run.path / START / name).unlink(missing_ok=True)
     save_model(load(config.model), run.path / START, checkpoint_folder(config.model), is_exact=True)
 
 

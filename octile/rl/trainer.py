@@ -68,6 +68,8 @@ class RLTrainer:
         model: the policy.
         is_exact: whether the engine's log-probabilities have the bits of the trainer's.
         steps_done: the steps that were taken.
+        is_between_steps: whether the weights are those after these steps: not from the first optimizer step of the next
+            one to its end.
         seconds, tokens: what they have taken, and how many tokens they have sampled.
         last: the completions of the last step.
 
@@ -105,6 +107,7 @@ class RLTrainer:
         self._end_tokens = {opened.tokenizer.end, *runner.end_tokens, *opened.generation.end_tokens}
         self.engine = Engine(runner, opened.tokenizer, EngineConfig(count))
         self.steps_done, self.seconds, self.tokens = 0, 0.0, 0
+        self.is_between_steps = True
         self.last: list[ScoredCompletion] = []
 
     def step(self) -> Metrics:
@@ -133,6 +136,7 @@ class RLTrainer:
         self.engine.update_weights()
         end = time.perf_counter()
         self.steps_done += 1
+        self.is_between_steps = True
         self.seconds += end - begin
         self.tokens += trained["delta_tokens"]
         self.last = [ScoredCompletion(c, each["reward"]) for c, each in zip(completions, values, strict=True)]
@@ -161,7 +165,6 @@ class RLTrainer:
         sums: dict[str, float] = defaultdict(float)
         differences: list[tuple[Tensor, Tensor]] = []
         for number, group in enumerate(parts):
-            self.optimizer.zero_grad()
             count = sum(len(part.tokens) for part in group)
             for index, part in enumerate(group):
                 new_BT = self.model.log_probs(part.tokens)
@@ -173,9 +176,10 @@ class RLTrainer:
             norm = gradient_norm([p for g in self.optimizer.param_groups for p in g["params"]]).norm
             if not math.isfinite(float(norm)):
                 raise FloatingPointError(f"the gradient is not finite at step {self.steps_done + 1}")
+            self.is_between_steps = False
             self.optimizer.step(gradient_scale=clip_factor(norm, MAX_NORM))
+            self.optimizer.zero_grad()
             sums["grad_norm"] += float(norm) / config.updates
-        self.optimizer.zero_grad()
         difference = compare_log_probs(*map(torch.cat, zip(*differences, strict=True)))
         tokens = difference.tokens
         return {
@@ -256,6 +260,11 @@ def check_length(folder: Folder, longest: int, max_new_tokens: int) -> None:
         ValueError: they do not.
     """
     context = folder.model.max_position_embeddings
+    if longest >= context:
+        raise ValueError(
+            f"prompts must leave room for completions in the model's context of {context} tokens, but the longest has "
+            f"{longest}"
+        )
     if longest + max_new_tokens > context:
         raise ValueError(
             f"max_new_tokens must be at most {context - longest} after the longest prompt of {longest} tokens in the "

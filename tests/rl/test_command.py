@@ -37,6 +37,21 @@ def test_the_folder_of_a_run_is_chosen_by_the_name_of_its_model(
 
 
 @pytest.mark.parametrize(
+    ("prompt", "words"),
+    [("it's [b] $HOME", """--prompt 'it'"'"'s [b] $HOME'"""), ("1 " * 50, "--prompt TEXT"), ("-1", "--prompt TEXT")],
+)
+def test_the_printed_command_has_a_prompt_that_a_shell_reads_as_it_is(
+    capsys, exact_folder, reward_file, tmp_path, prompt, words
+):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": prompt, "answer": ""}))
+    options = ("--reward", str(reward_file), "--prompts", str(file), "--out", str(tmp_path / "run"), *FEW)
+    code, text, _ = call(capsys, "rl", str(exact_folder), *options)
+    assert code == 0
+    assert f"{words} --temperature 1" in text
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["none"], "no checkpoint at none"),

@@ -16,7 +16,7 @@ from octile.checkpoint.training import load_checkpoint
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.rl import loop
 from octile.rl.config import RLConfig
-from octile.rl.run import read_config
+from octile.rl.run import read_config, write_start
 from octile.serve.engine.request import Sampling
 from octile.serve.generate import generate_from
 from octile.signals import Stopped
@@ -109,6 +109,21 @@ def test_a_run_that_was_killed_after_its_last_step_gets_its_model_by_being_resum
     assert (out / "report.html").exists()
 
 
+def test_texts_are_stored_now_and_then(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "TEXTS_EVERY", 2)
+    loop.train(replace(config, out=tmp_path / "run", steps=5), False, silent_console())
+    assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "texts" in line] == [1, 2, 4]
+
+
+def test_a_run_without_its_metrics_gets_its_model_but_no_report(whole, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(whole, out, ignore=shutil.ignore_patterns("model", "metrics.jsonl", "summary.json", "report.html"))
+    loop.train(replace(read_config(out), out=out), True, silent_console())
+    weights = "model/model.safetensors"
+    assert (out / weights).read_bytes() == (whole / weights).read_bytes()
+    assert not (out / "report.html").exists()
+
+
 def stop_after(monkeypatch, step: int) -> None:
     """Have SIGTERM come while a step is computed."""
     take_step = loop.RLTrainer.step
@@ -148,6 +163,60 @@ def test_a_failure_in_the_first_step_leaves_no_run_behind(config, tmp_path):
     loop.train(replace(broken, steps=1), False, silent_console())
 
 
+def test_a_folder_that_is_used_again_has_no_tokenizer_file_of_another_model(config, exact_folder, tmp_path):
+    other = shutil.copytree(exact_folder, tmp_path / "other")
+    (other / "generation_config.json").write_text('{"eos_token_id": 3}')
+    for model, name in ((other, "generation_config.json"), (exact_folder, "tokenizer.json")):
+        write_start(replace(config, model=model), RunFolder(tmp_path / "run"))
+        assert (tmp_path / "run" / "start" / name).exists()
+    assert not (tmp_path / "run" / "start" / "generation_config.json").exists()
+
+
+def fail_in_step(monkeypatch, step: int, name: str, error: Exception) -> None:
+    """Have a function that the trainer calls raise an exception in a step."""
+    take_step = loop.RLTrainer.step
+
+    def fail(*_, **__):
+        raise error
+
+    def step_with_failure(self):
+        if self.steps_done + 1 == step:
+            monkeypatch.setattr(f"octile.rl.trainer.{name}", fail)
+        return take_step(self)
+
+    monkeypatch.setattr(loop.RLTrainer, "step", step_with_failure)
+
+
+@pytest.mark.parametrize("name", ["sample_groups", "group_advantages", "token_losses", "gradient_norm"])
+def test_a_failure_in_a_later_step_loses_none_before_it(config, whole, tmp_path, monkeypatch, name):
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        fail_in_step(patch, 4, name, RuntimeError("failed"))
+        with pytest.raises(RuntimeError, match="failed"):
+            loop.train(replace(config, out=out), False, silent_console())
+    assert (out / "checkpoints" / "step_00000003").exists()
+    assert_same_run(whole, loop.train(read_config(out), True, silent_console()))
+
+
+def test_weights_of_a_part_of_a_step_are_not_saved(config, tmp_path, monkeypatch):
+    fail_in_step(monkeypatch, 4, "compare_log_probs", RuntimeError("failed"))
+    with pytest.raises(RuntimeError, match="failed"):
+        loop.train(replace(config, out=tmp_path / "run"), False, silent_console())
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_a_lack_of_memory_names_what_continues_the_run_with_less(config, whole, tmp_path, monkeypatch, step):
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        fail_in_step(patch, step, "token_losses", torch.OutOfMemoryError("CUDA out of memory"))
+        with pytest.raises(
+            MemoryError, match=rf"at step {step} on the cpu: octile rl --resume --out .* --micro-batches 2"
+        ):
+            loop.train(replace(config, out=out), False, silent_console())
+    assert_same_run(whole, loop.train(read_config(out), True, silent_console()))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -168,6 +237,19 @@ def test_a_resumed_run_needs_the_same_files(config, tmp_path):
     file.write_text("def reward(prompt, completion, answer):\n    return 1\n")
     with pytest.raises(ValueError, match="the file of reward has other contents"):
         loop.train(read_config(tmp_path / "run"), True, silent_console())
+    with pytest.raises(ValueError, match="the file of reward has other contents"):
+        loop.train(replace(read_config(tmp_path / "run"), reward=None), True, silent_console())
+
+
+def test_files_of_a_resumed_run_may_have_moved(config, tmp_path):
+    file, out = tmp_path / "reward.py", tmp_path / "run"
+    file.write_text(config.reward.read_text())
+    loop.train(replace(config, reward=file, out=out, steps=1), False, silent_console())
+    file.rename(tmp_path / "moved.py")
+    with pytest.raises(FileNotFoundError, match=r"reward '.*reward\.py' does not exist"):
+        loop.train(read_config(out), True, silent_console())
+    loop.train(replace(read_config(out), reward=tmp_path / "moved.py", steps=2), True, silent_console())
+    assert read_config(out).reward == tmp_path / "moved.py"
 
 
 def test_a_model_in_bf16_stays_in_bf16_and_begins_with_the_folders_weights(config, tokenizer, tmp_path):

@@ -31,6 +31,7 @@ def test_each_prompt_of_a_file_comes_once_in_an_epoch_in_another_order(tmp_path)
     epochs = [[p for step in range(first, first + 5) for p in prompts.of_step(step, 2)] for first in (0, 5)]
     assert all(sorted(epoch) == sorted(there) for epoch in epochs)
     assert epochs[0] != epochs[1]
+    assert FilePrompts(tmp_path / "prompts.jsonl", seed=1).of_step(0, 10) != prompts.of_step(0, 10)
     assert prompts.of_step(3, 2) == FilePrompts(tmp_path / "prompts.jsonl", seed=0).of_step(3, 2)
     assert prompts.longest() == [p.prompt for p in there]
 
@@ -41,6 +42,7 @@ def test_each_prompt_of_a_file_comes_once_in_an_epoch_in_another_order(tmp_path)
         ("", "has no line: each is a JSON object with prompt and answer"),
         ('{"prompt": "a", "answer": "b"}\n{"prompt": "a"}\n', "line 2: answer must be text, but it is missing"),
         ('{"prompt": 1, "answer": "b"}\n', "line 1: prompt must be text, but it is 1"),
+        ('{"prompt": "a", "answer": "\\ud800"}\n', "line 1: answer must be text that UTF-8 can encode"),
         ("[1]\n", r"line 1 must hold a JSON object, not \[1\]"),
         ("\n\n{\n", "line 3 is damaged: not JSON at byte"),
     ],

@@ -63,6 +63,25 @@ def test_a_reward_of_a_file_gets_prompt_completion_and_answer(tmp_path):
     assert rewards("ab", "unused", "c") == {"reward": 6.0}
 
 
+@pytest.mark.parametrize("expression", ["2", "2.0", "numpy.float32(2)", "numpy.float64(2)", "numpy.int64(2)"])
+def test_numbers_of_python_and_numpy_are_rewards(tmp_path, expression):
+    file = tmp_path / "own.py"
+    file.write_text(f"import numpy\ndef reward(prompt, completion, answer):\n    return {expression}\n")
+    found = Rewards(file)("", "", "")["reward"]
+    assert (type(found), found) == (float, 2)
+
+
+def test_a_file_may_define_dataclasses(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "@dataclass\nclass Score:\n    value: float\n"
+        "def reward(prompt, completion, answer):\n    return Score(0.5).value\n"
+    )
+    assert Rewards(file)("", "", "") == {"reward": 0.5}
+
+
 @pytest.mark.parametrize(
     ("body", "error", "message"),
     [
@@ -70,7 +89,10 @@ def test_a_reward_of_a_file_gets_prompt_completion_and_answer(tmp_path):
         ("return 'a'", TypeError, "must return a number, not 'a'"),
         ("return None", TypeError, "must return a number, not None"),
         ("return True", TypeError, "must return a number, not True"),
-        ("return float('nan')", ValueError, "must return a finite number, not nan"),
+        ("return float('nan')", ValueError, "must return a finite number up to ±1e+15, not nan"),
+        ("return -1e20", ValueError, "must return a finite number up to ±1e+15, not -1e+20"),
+        ("return 10**400", ValueError, "must return a finite number up to ±1e+15, not 10^60 or more"),
+        ("raise SystemExit('no license')", RuntimeError, "raised SystemExit: no license"),
     ],
 )
 def test_an_error_of_a_function_names_file_prompt_and_exception(tmp_path, body, error, message):
@@ -88,6 +110,7 @@ def test_an_error_of_a_function_names_file_prompt_and_exception(tmp_path, body, 
         ("own.txt", "a = 1", ValueError, "must be a Python file, whose name ends in .py"),
         ("own.py", "a = b", ValueError, "cannot be run: NameError: name 'b' is not defined"),
         ("own.py", "def reward(", ValueError, "cannot be run: SyntaxError"),
+        ("own.py", "import sys\nsys.exit(0)", ValueError, "cannot be run: SystemExit: 0"),
         ("own.py", "reward = 3", ValueError, r"must define a function reward\(prompt, completion, answer\)"),
     ],
 )

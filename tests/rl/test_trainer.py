@@ -1,13 +1,17 @@
 """Steps of the trainer: what they measure and change, and that they repeat bit for bit."""
 
+import math
 from dataclasses import replace
+from statistics import mean, pstdev
 
 import pytest
 import torch
 
+import octile.rl.trainer
 from octile.checkpoint.hugging_face import load
 from octile.rl.batch import compare_log_probs
 from octile.rl.config import RLConfig
+from octile.rl.grpo import completion_mean
 from octile.rl.prompts import ArithmeticPrompts, Prompt
 from octile.rl.rewards import Rewards
 from octile.rl.trainer import RLTrainer
@@ -82,6 +86,71 @@ def test_with_several_updates_differences_are_those_of_the_weights_that_have_sam
     assert any(line["clipped"] for line in lines)
 
 
+def recorded(monkeypatch, name):
+    """Return a list to which each call of a function in the trainer adds its arguments and its result."""
+    calls, function = [], getattr(octile.rl.trainer, name)
+
+    def call(*args):
+        calls.append((args, function(*args)))
+        return calls[-1][1]
+
+    monkeypatch.setattr(octile.rl.trainer, name, call)
+    return calls
+
+
+def test_each_step_has_its_own_prompts_and_seeds(exact_folder, reward_file, monkeypatch):
+    calls = recorded(monkeypatch, "sampling_seeds")
+    trainer = make_trainer(exact_folder, reward_file, seed=3)
+    for step in range(2):
+        trainer.step()
+        assert [scored.completion.prompt for scored in trainer.last[::4]] == ArithmeticPrompts(3).of_step(step, 2)
+    assert [args for args, _ in calls] == [(3, 0, 8), (3, 1, 8)]
+
+
+def test_entropy_is_measured_on_the_sampled_tokens_alone(exact_folder, reward_file):
+    trainer = make_trainer(exact_folder, reward_file)
+    line = trainer.step()
+    log_probs = [value for scored in trainer.last for value in scored.completion.log_probs]
+    assert line["entropy"] == pytest.approx(-math.fsum(log_probs) / len(log_probs))
+
+
+def test_metrics_of_completions_are_those_of_what_was_sampled_and_scored(exact_folder, reward_file):
+    trainer = make_trainer(exact_folder, reward_file)
+    line = trainer.step()
+    groups = [[scored.reward for scored in trainer.last[i : i + 4]] for i in (0, 4)]
+    assert line["reward"] == pytest.approx(mean(groups[0] + groups[1]))
+    assert line["reward_std"] == pytest.approx(mean(map(pstdev, groups)))
+    assert line["length"] == mean(len(scored.completion.tokens) for scored in trainer.last)
+    assert line["cut_off"] == mean(not scored.completion.is_ended for scored in trainer.last) != 0.5
+
+
+def test_importance_weights_are_those_of_trainer_over_engine(usual_folder, reward_file, monkeypatch):
+    calls = recorded(monkeypatch, "importance_weights")
+    trainer = make_trainer(usual_folder, reward_file, importance_limit=2.0)
+    trainer.step()
+    (((_, engine_BT, _), _),) = calls
+    found = sorted(engine_BT[engine_BT != 0].tolist())
+    assert found == sorted(value for scored in trainer.last for value in scored.completion.log_probs)
+
+
+def test_gradients_of_each_update_are_its_own_and_are_clipped(exact_folder, reward_file, monkeypatch):
+    norms, factors = (recorded(monkeypatch, name) for name in ("gradient_norm", "clip_factor"))
+    trainer = make_trainer(exact_folder, reward_file, updates=2, lr=0.0)
+    losses = recorded(monkeypatch, "completion_mean")
+    line = trainer.step()
+    first, second = (found.norm.item() for _, found in norms)
+    assert line["grad_norm"] == pytest.approx((first + second) / 2)
+    assert [(args[0].item(), args[1]) for args, _ in factors] == [(first, 1.0), (second, 1.0)]
+    assert len(losses) == 2
+    # weights have not changed, so a trainer whose first update has no advantage has the second's gradient
+    monkeypatch.setattr(
+        octile.rl.trainer, "completion_mean", lambda loss, mask: completion_mean(loss, mask) * scale.pop()
+    )
+    scale = [1.0, 0.0]
+    alone = make_trainer(exact_folder, reward_file, updates=2, lr=0.0).step()["grad_norm"]
+    assert 2 * alone == pytest.approx(second, rel=1e-5)
+
+
 @pytest.mark.parametrize("folder", ["exact_folder", "usual_folder"])
 def test_a_restored_trainer_repeats_the_steps_bit_for_bit(folder, reward_file, request):
     folder = request.getfixturevalue(folder)
@@ -117,9 +186,12 @@ def test_the_first_completion_of_each_prompt_is_stored_with_its_reward(exact_fol
     assert [text["reward"] for text in texts] == [len(set(text["completion"])) / 10 for text in texts]
 
 
-def test_a_context_that_is_too_short_is_refused(exact_folder, reward_file):
+def test_a_context_that_is_too_short_is_refused(exact_folder, reward_file, monkeypatch):
     with pytest.raises(ValueError, match="max_new_tokens must be at most 505 after the longest prompt of 7 tokens"):
         make_trainer(exact_folder, reward_file, max_new_tokens=506)
+    monkeypatch.setattr(ArithmeticPrompts, "longest", lambda self: ["1 " * 600])
+    with pytest.raises(ValueError, match=r"prompts must leave room for completions .* of 512 tokens, but the longest"):
+        make_trainer(exact_folder, reward_file, max_new_tokens=1)
 
 
 def test_gradients_that_are_not_finite_stop_the_run_before_the_update(exact_folder, reward_file, monkeypatch):

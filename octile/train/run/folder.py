@@ -25,6 +25,7 @@ from octile.validation import CHECKSUM, read_json, take_checksum, with_checksum
 
 LOCK = ".lock"
 DATA = "data"
+START = "start"  # the model that a run of octile rl began with
 TELEMETRY = "telemetry.jsonl"
 COMPARISON = "comparison.json"  # what a comparison was begun with
 
@@ -158,9 +159,9 @@ def why_empty(folder: Path) -> str:
 
 
 def _is_left(folder: Path) -> bool:
-    """Whether a folder holds what is there before a first step, and nothing else: the lock, and prepared data."""
+    """Whether a folder holds what is there before a first step, and nothing else: the lock, prepared data, a model."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    return bool(names) and names <= {LOCK, DATA}  # an empty folder belongs to another process that just begins
+    return bool(names) and names <= {LOCK, DATA, START}  # an empty folder belongs to another process that just begins
 
 
 def _is_locked(folder: Path) -> bool:

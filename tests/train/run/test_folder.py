@@ -51,6 +51,7 @@ KILLED_AT = {  # what a run leaves that was killed before its first step
     "reading the text": [".lock"],
     "preparing the data": [".lock", "data/.building-x/train.npy"],
     "building the model": [".lock", "data/train.npy"],
+    "building the model that octile rl begins with": [".lock", "start/config.json"],
 }
 
 
