@@ -52,7 +52,8 @@ DECODE_LATENTS: dict[str, int] = {"HEADS": 16, "num_warps": 4}  # heads of a pro
 # Heads of a program of paged attention and splits of a row at most; positions at a time, which divide a page; programs
 # an SM (benchmarks/history/serve).
 PAGED_ATTENTION: dict[str, int] = {
-    "MAX_HEADS": 16, "MAX_HEADS_OF_ROWS": 64, "MAX_SPLITS": 64, "KEYS": 32, "PROGRAMS": 8, "num_stages": 2
+    "MAX_HEADS": 16, "MAX_HEADS_OF_ROWS": 128, "MAX_SPLITS": 64, "KEYS": 32, "KEYS_OF_ROWS": 64, "PROGRAMS": 8,
+    "num_stages": 2
 }  # fmt: skip
 # Rows of a program, and keys at a time; on GPUs with less shared memory than Hopper smaller ones, which do not spill.
 RAGGED_ATTENTION: dict[str, int] = {"ROWS": 128, "KEYS": 64, "num_warps": 8, "num_stages": 3}

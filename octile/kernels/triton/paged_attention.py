@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs
 """Absorbed attention over a paged latent cache, as `octile.ops.paged_attention` specifies: split-KV and its merge.
 
-    attend_pages     a program takes a row, a block of its heads and one split of its positions; half a page at a time
-                     it multiplies queries and keys, and the softmax's weights and latents, with a running maximum
+    attend_pages     a program takes a row, a block of its heads and one split of its positions; a page at a time, or
+                     half of it, it multiplies queries and keys, and the softmax's weights and latents, with a running
+                     maximum
     merge_splits     a program takes a row and a head, and adds the splits' results in the order of the positions
 
 The splits of a row follow from its own length: equally many pages each, the last ones fewer or none. With parts each
@@ -124,8 +125,9 @@ def attend(
     gpu, is_fp8 = device_properties(q.device), cache.dtype == torch.uint8
     n_splits = n_splits or choose_splits(rows * head_blocks, gpu.num_sms)  # not by M: bits would depend on other rows
     # conversions of FP8 need registers, those in integer arithmetic more
-    keys = PAGED_ATTENTION["KEYS"] // (2 if is_fp8 and not gpu.fp8 else 1)
-    num_warps = 8 if is_fp8 or block_h > PAGED_ATTENTION["MAX_HEADS"] else 4
+    takes_rows = block_h > PAGED_ATTENTION["MAX_HEADS"]
+    keys = PAGED_ATTENTION["KEYS_OF_ROWS" if takes_rows else "KEYS"] // (2 if is_fp8 and not gpu.fp8 else 1)
+    num_warps = 8 if is_fp8 or takes_rows else 4
     data = scales = ropes = cache
     if is_fp8:  # the same bytes in three dtypes
         data, scales, ropes = (cache.view(dtype) for dtype in (torch.float8_e4m3fn, torch.float32, torch.bfloat16))

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from octile.kernels.cuda.attention import mla_decode
+from octile.kernels.cuda.attention import mla_catalog, mla_decode
 from octile.kernels.cuda.gemm import request
+from octile.ops import absorbed_attention
 from octile.ops.latent_cache import read_latents
 from octile.ops.paged_attention import paged_attention, paged_attention_with_lse
 from tests.ops.paged_caches import filled_cache
@@ -171,6 +172,10 @@ def test_rows_of_many_parts_attend_in_several_launches(monkeypatch: pytest.Monke
 def test_rows_at_once(n_heads: int, parts: int, rows: int):
     assert mla_decode.rows_at_once(2048, n_heads, parts) == rows
     assert mla_decode.rows_at_once(2048, n_heads, 0) == 2048
+
+
+def test_the_parts_that_are_compiled_ahead_are_those_of_exact_mode():
+    assert mla_catalog.PART == absorbed_attention.PART
 
 
 @pytest.mark.parametrize(("max_pages", "part", "parts"), [(8, 512, 1), (9, 512, 2), (1, 128, 1), (5, 0, 0)])
