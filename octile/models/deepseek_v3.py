@@ -187,7 +187,8 @@ class DeepseekV3(nn.Module):
         with self.training_precision():
             h_BSD, _ = self._main(tokens_BS)
             self._pop_losses()
-            return -cross_entropies(self.lm_head(h_BSD[:, :-1]), tokens_BS[:, 1:].contiguous())
+            losses_BS = cross_entropies(self.lm_head(h_BSD[:, :-1]), tokens_BS[:, 1:].contiguous())
+            return 0.0 - losses_BS  # 0 of a loss of 0, as the engine has it, and not −0
 
     def training_precision(self) -> AbstractContextManager[None]:
         """Return the context of a training step's forward pass: on a GPU, autocast to the recipe's `compute` dtype."""

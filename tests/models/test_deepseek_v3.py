@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from octile.models import deepseek_v3
 from octile.models.config import PRESETS
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import convert
@@ -343,3 +344,11 @@ def test_the_warm_up_is_evaluated_with_sparse_attention():
 def test_a_model_without_indexers_has_no_warm_up():
     with pytest.raises(ValueError, match="the model has no indexer: index_n_heads"):
         build(MINI_V3).warm_up_indexers(True)
+
+
+def test_the_log_probability_of_a_certain_token_has_the_sign_of_the_engine(monkeypatch: pytest.MonkeyPatch):
+    """A loss of 0, of which −0 is the negative, has other bits than the difference of a logit and an equal sum."""
+    monkeypatch.setattr(deepseek_v3, "cross_entropies", lambda _, labels: torch.zeros(labels.shape))
+    log_probs = build(MINI_V3).log_probs(tokens())
+    assert not log_probs.any()
+    assert not log_probs.signbit().any()
