@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.linear import recipe_of
 from octile.ops.high_precision import without_reduced_precision_reduction
 from octile.optim import AdamW, clip_factor, param_groups
-from octile.optim.gradient import gradient_norm
+from octile.optim.gradient import added_in_place, gradient_norm
 from octile.recipe import OptimizerFormats
 from octile.rl.batch import Batch, compare_log_probs, make_batch
 from octile.rl.config import RLConfig
@@ -167,12 +168,13 @@ class RLTrainer:
         for number, group in enumerate(parts):
             count = sum(len(part.tokens) for part in group)
             for index, part in enumerate(group):
-                new_BT = self.model.log_probs(part.tokens)
-                old_BT = new_BT.detach() if olds is None else olds[number][index]
-                differences.append((part.engine[part.mask], old_BT[part.mask]))
-                loss = self._loss(part, new_BT, old_BT, sums) * (len(part.tokens) / count)
-                with without_reduced_precision_reduction():
-                    loss.backward()
+                with added_in_place(self.model.parameters()) if index else nullcontext():
+                    new_BT = self.model.log_probs(part.tokens)
+                    old_BT = new_BT.detach() if olds is None else olds[number][index]
+                    differences.append((part.engine[part.mask], old_BT[part.mask]))
+                    loss = self._loss(part, new_BT, old_BT, sums) * (len(part.tokens) / count)
+                    with without_reduced_precision_reduction():
+                        loss.backward()
             norm = gradient_norm([p for g in self.optimizer.param_groups for p in g["params"]]).norm
             if not math.isfinite(float(norm)):
                 raise FloatingPointError(f"the gradient is not finite at step {self.steps_done + 1}")
