@@ -59,6 +59,11 @@ SECTIONS = (
             ),
             Variable("OCTILE_CUDA_COMPILER", "the compiler of the CUDA C++ kernels, `nvrtc` or `nvcc`", "`nvrtc`"),
             Variable("OCTILE_TRACEBACK", "any value shows the traceback of a failed command", "one line"),
+            Variable(
+                "OCTILE_WEIGHTS_KEY",
+                "the key with which `octile serve` takes other weights, if `--weights-key` does not give one",
+                "no client can send any",
+            ),
         ),
     ),
     Section(

@@ -134,7 +134,8 @@ def row_invariant_scaled_nt(
 
 def one_group(n: int, device: torch.device) -> Tensor:
     """Return the end of a single group of n rows, int32 [1], without a launch if a table of them was made before."""
-    if n > MAX_COUNT or (device not in _counts and torch.cuda.is_current_stream_capturing()):
+    is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if n > MAX_COUNT or (device not in _counts and is_captured):
         return torch.full((1,), n, dtype=torch.int32, device=device)
     if device not in _counts:
         _counts[device] = torch.arange(MAX_COUNT + 1, dtype=torch.int32, device=device)
