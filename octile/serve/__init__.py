@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from octile.serve.weights.head_share import HeadShare
     from octile.serve.weights.live import LiveWeights
     from octile.serve.weights.replaceable import ReplaceableWeights
+    from octile.serve.weights.source import BufferSource, FolderSource
     from octile.serve.weights.weights import ServedWeights
 
 _MODULES = {  # the public names of each module, late: the configurations in this room are read without torch
@@ -56,6 +57,7 @@ _MODULES = {  # the public names of each module, late: the configurations in thi
     "octile.serve.weights.head_share": ("HeadShare",),
     "octile.serve.weights.live": ("LiveWeights",),
     "octile.serve.weights.replaceable": ("ReplaceableWeights",),
+    "octile.serve.weights.source": ("BufferSource", "FolderSource"),
     "octile.serve.weights.weights": ("ServedWeights",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
