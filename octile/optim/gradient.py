@@ -78,11 +78,11 @@ def store_scaled(param: Tensor, dtype: torch.dtype) -> None:
 
 @contextmanager
 def added_in_place(params: Iterable[Tensor]) -> Iterator[None]:
-    """Context manager of the passes after a batch's first micro-batch: layers add weight gradients to `.grad` in place.
+    """Context manager of a micro-batch's passes: layers add weight gradients to those of the ones before, in place.
 
-    It is their `main_grad`, so that a GEMM adds to what it stores, and the sum of one micro-batch is not stored alone.
-    Parameters without a float32 gradient are left as they are. So are those with hooks of gradients, which would not
-    be called.
+    `.grad` is their `main_grad`, so that a GEMM adds to what it stores, and the sum of one micro-batch is not stored
+    alone. Parameters without a float32 gradient, as all in the first micro-batch, are left out, and so are those with
+    hooks of gradients, which would not be called.
     """
     changed = [p for p in params if _adds_in_place(p)]
     for param in changed:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -168,7 +167,7 @@ class RLTrainer:
         for number, group in enumerate(parts):
             count = sum(len(part.tokens) for part in group)
             for index, part in enumerate(group):
-                with added_in_place(self.model.parameters()) if index else nullcontext():
+                with added_in_place(self.model.parameters()):
                     new_BT = self.model.log_probs(part.tokens)
                     old_BT = new_BT.detach() if olds is None else olds[number][index]
                     differences.append((part.engine[part.mask], old_BT[part.mask]))

@@ -204,8 +204,7 @@ class Strategy:
         for number, micro_batch_BS in enumerate(micro_batches, 1):
             parts = sequences / len(micro_batch_BS)
             self.ranks.begin(f"passes of micro-batch {number - 1}")
-            adding = self._adding() if number > 1 else nullcontext()
-            with adding, self._reducing(is_last=number == len(micro_batches)):
+            with self._adding(), self._reducing(is_last=number == len(micro_batches)):
                 sums["loss"] = sums["loss"] + passes.backward(micro_batch_BS, parts)
             for name, value in self.model.last_losses.items():
                 sums[name] = sums[name] + value / parts
@@ -214,7 +213,7 @@ class Strategy:
         return torch.stack([*sums.values()])
 
     def _adding(self) -> AbstractContextManager[object]:
-        """The context of the passes of a micro-batch that is not the first."""
+        """The context of a micro-batch's passes."""
         return added_in_place(self.model.parameters())
 
     def _reducing(self, is_last: bool) -> AbstractContextManager[object]:
