@@ -41,6 +41,7 @@ from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights.live import LiveWeights
 from octile.serve.weights.load import Folder
 from octile.train.run.metrics import Metrics
+from octile.train.run.state import load_moments, state_tensors
 
 BETAS = 0.9, 0.95
 WEIGHT_DECAY = 0.0  # of the policy, which the reference draws to itself
@@ -220,10 +221,8 @@ class RLTrainer:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the state on which later steps depend: tensors, and values for JSON."""
-        tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
-        for index, moments in self.optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer.{index}.{name}": tensor for name, tensor in moments.items()}
-        return tensors, {"steps_done": self.steps_done, "seconds": self.seconds, "tokens": self.tokens}
+        values = {"steps_done": self.steps_done, "seconds": self.seconds, "tokens": self.tokens}
+        return state_tensors(self.model, self.optimizer), values
 
     def restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Restore the result of `state`.
@@ -231,15 +230,12 @@ class RLTrainer:
         Raises:
             ValueError, RuntimeError: it is that of another model.
         """
-        moments: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
         for name, tensor in tensors.items():
-            if name.startswith("optimizer."):
-                _, index, key = name.split(".", 2)
-                moments[int(index)][key] = tensor
-        prefix = "model."
-        weights = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-        self.model.load_state_dict(weights)
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": dict(moments)})
+            part, _, rest = name.partition(".")
+            parts[part][rest] = tensor
+        self.model.load_state_dict(parts["model"])
+        load_moments(self.optimizer, parts["optimizer"])
         self.steps_done, self.seconds, self.tokens = state["steps_done"], state["seconds"], state["tokens"]
         self.engine.update_weights()
 

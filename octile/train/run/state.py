@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -87,9 +87,7 @@ class TrainingState:
     def save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return tensors, of which a rank has its rows, and the values for state.json."""
         model, layout = self._strategy.model, self._strategy.layout
-        tensors = {f"model.{name}": t for name, t in model.state_dict().items()}
-        for index, moments in self._optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer.{layout.number(index)}.{name}": t for name, t in moments.items()}
+        tensors = state_tensors(model, self._optimizer, layout.number)
         tensors |= {f"history.{name}": m.amax_OH for name, m in amax_histories(model).items()}
         if self._ema:
             tensors |= {f"ema.{name}": t for name, t in self._ema.state_dict().items()}
@@ -127,11 +125,7 @@ class TrainingState:
             part, _, rest = name.partition(".")
             parts[part][rest] = tensor
         _load_exactly(strategy.model, parts["model"])
-        moments: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in parts["optimizer"].items():
-            index, _, key = name.partition(".")
-            moments.setdefault(strategy.layout.own_number(int(index)), {})[key] = tensor
-        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": moments})
+        load_moments(self._optimizer, parts["optimizer"], strategy.layout.own_number)
         for name, history in amax_histories(strategy.model).items():
             history.amax_OH.copy_(parts["history"][name])
         if self._ema:
@@ -141,6 +135,37 @@ class TrainingState:
         progress.steps_done, progress.tokens, progress.seconds = found.steps_done, found.tokens, found.seconds
         skips.total, skips.in_a_row = found.skipped, found.skipped_in_a_row
         skips.reset_device()
+
+
+def state_tensors(model: nn.Module, optimizer: AdamW, number: Callable[[int], int] = int) -> dict[str, Tensor]:
+    """Return a model's tensors as "model.NAME" and the state of its optimizer as "optimizer.NUMBER.NAME".
+
+    Args:
+        model, optimizer: both.
+        number: returns what a checkpoint calls a parameter of the optimizer, which has its own number for it.
+    """
+    tensors = {f"model.{name}": t for name, t in model.state_dict().items()}
+    for index, moments in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer.{number(index)}.{name}": t for name, t in moments.items()}
+    return tensors
+
+
+def load_moments(optimizer: AdamW, tensors: Mapping[str, Tensor], own_number: Callable[[int], int] = int) -> None:
+    """Restore the state of an optimizer from the tensors "NUMBER.NAME" of a checkpoint.
+
+    Args:
+        optimizer: the optimizer.
+        tensors: its state.
+        own_number: returns the optimizer's number of a parameter, which the checkpoint may call otherwise.
+
+    Raises:
+        ValueError: they do not fit the optimizer.
+    """
+    moments: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        index, _, key = name.partition(".")
+        moments.setdefault(own_number(int(index)), {})[key] = tensor
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
 
 
 def _load_exactly(model: nn.Module, tensors: dict[str, Tensor]) -> None:
