@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.ops.cross_entropy import log_probabilities
+from octile.rl.batch import compare_log_probs
 from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import Sampling
 from octile.serve.model.forward import observe_blocks
@@ -207,15 +208,8 @@ def _bits(values: Tensor) -> Tensor:
 
 def _agreement(kind: str, served_N: Tensor, trained_N: Tensor) -> Agreement:
     d_N = (trained_N - served_N).double()
-    is_decoded = kind == "decoded"
-    return Agreement(
-        kind,
-        len(d_N),
-        int((_bits(served_N) == _bits(trained_N)).sum()),
-        float(d_N.abs().mean()) if len(d_N) else 0.0,
-        float(d_N.abs().max()) if len(d_N) else 0.0,
-        float((d_N.exp() - 1 - d_N).mean()) if is_decoded and len(d_N) else None,
-    )
+    kl = float((d_N.exp() - 1 - d_N).mean()) if kind == "decoded" and len(d_N) else None
+    return Agreement(kind, *compare_log_probs(served_N, trained_N), kl)
 
 
 def first_to_search(texts: Sequence[Text], count: int) -> list[int]:

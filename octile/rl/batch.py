@@ -64,7 +64,8 @@ class LogProbDifference(NamedTuple):
 
 
 def compare_log_probs(engine_N: Tensor, trainer_N: Tensor) -> LogProbDifference:
-    """Compare log-probabilities of the same tokens, float32 [N], N at least 1."""
+    """Compare log-probabilities of the same tokens, float32 [N]. −0.0 has other bits than 0.0, a NaN equals itself."""
     equal_N = engine_N.view(torch.int32) == trainer_N.view(torch.int32)
     d_N = (engine_N.double() - trainer_N.double()).abs()
-    return LogProbDifference(len(d_N), int(equal_N.sum()), float(d_N.mean()), float(d_N.max()))
+    mean, largest = (float(d_N.mean()), float(d_N.max())) if len(d_N) else (0.0, 0.0)
+    return LogProbDifference(len(d_N), int(equal_N.sum()), mean, largest)
