@@ -68,7 +68,7 @@ def _(logits, labels):
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
-    """Return the logarithm of the softmax of logits [M, V], float32: bit for bit minus the loss of each label."""
+    """Return the logarithm of the softmax of logits [M, V], float32: bit for bit 0 minus the loss of each label."""
     if not logits.is_cuda:
         return logits.float().log_softmax(-1)
     _, lse = cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
