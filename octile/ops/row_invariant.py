@@ -122,17 +122,28 @@ def row_invariant_scaled_nt(
         return row_invariant_groups_nt(a, b, offs, out_dtype)
     if offs is None and not a.is_cuda:  # whose rows are independent
         return matmul_nt(*operands, out_dtype)
-    if offs is None:
-        offs, zero_rest = one_group(len(a), a.device), False
-        operands = a, a_scale, a_block, b[None], b_scale[None], b_block
-    if zero_rest:
+    if offs is not None and zero_rest:
         return grouped_matmul_nt(*operands, offs, out_dtype)
     out = a.new_empty(len(a), b.shape[-2], dtype=out_dtype)
-    grouped_matmul_nt_out(out, *operands, offs)
+    if offs is None:
+        row_invariant_scaled_nt_out(out, *operands)
+    else:
+        grouped_matmul_nt_out(out, *operands, offs)
     return out
 
 
-def one_group(n: int, device: torch.device) -> Tensor:
+def row_invariant_scaled_nt_out(
+    out: Tensor, a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: Tensor, b_block: Block
+) -> None:
+    """Write the result of `row_invariant_scaled_nt` without groups to out [M, N], contiguous."""
+    if a.is_cuda:
+        offs = _one_group(len(a), a.device)
+        grouped_matmul_nt_out(out, a, a_scale, a_block, b[None], b_scale[None], b_block, offs)
+    else:
+        out.copy_(row_invariant_scaled_nt(a, a_scale, a_block, b, b_scale, b_block, None, out.dtype))
+
+
+def _one_group(n: int, device: torch.device) -> Tensor:
     """Return the end of a single group of n rows, int32 [1], without a launch if a table of them was made before."""
     is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if n > MAX_COUNT or (device not in _counts and is_captured):

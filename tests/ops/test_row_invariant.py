@@ -72,4 +72,4 @@ def test_the_end_of_one_group_is_the_number_of_its_rows(monkeypatch: pytest.Monk
     monkeypatch.setattr(row_invariant, "MAX_COUNT", 100)
     monkeypatch.setattr(row_invariant, "_counts", {})
     for n in (0, 3, 100, 101, 3):
-        assert row_invariant.one_group(n, torch.device("cpu")).tolist() == [n]
+        assert row_invariant._one_group(n, torch.device("cpu")).tolist() == [n]

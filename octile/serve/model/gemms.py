@@ -29,7 +29,11 @@ from octile.ops.high_precision import high_precision_grouped_nt
 from octile.ops.matmul import Block, matmul_nt, matmul_nt_out
 from octile.ops.norm import rms_norm, rms_norm_quantize
 from octile.ops.quantize import quantize
-from octile.ops.row_invariant import one_group, row_invariant_groups_nt, row_invariant_scaled_nt
+from octile.ops.row_invariant import (
+    row_invariant_groups_nt,
+    row_invariant_scaled_nt,
+    row_invariant_scaled_nt_out,
+)
 from octile.ops.swiglu import swiglu, swiglu_quantize
 from octile.scaled import ScaledTensor
 from octile.serve.weights.block_weights import Projections, Weight
@@ -125,13 +129,11 @@ class Gemms:
         return matmul_nt(*operands, self.dtype) if offs_E is None else _grouped_nt(*operands, offs_E, self.dtype)
 
     def _row_invariant_nt_out(self, x: Rows, w: Weight, out: Tensor) -> Tensor:
-        if isinstance(w, ScaledTensor) and w.data.is_cuda:
-            assert x.q is not None
-            b = w.data[None], w.scale[None], w.block
-            offs = one_group(len(out), out.device)
-            grouped_matmul_nt_out(out, x.q.data, x.q.scale, x.q.block, *b, offs)
-            return out
-        return out.copy_(self.nt(x, w))
+        if not isinstance(w, ScaledTensor):
+            return out.copy_(self.nt(x, w))
+        assert x.q is not None
+        row_invariant_scaled_nt_out(out, x.q.data, x.q.scale, x.q.block, w.data, w.scale, w.block)
+        return out
 
     def heads_nt(self, x_THK: Tensor, w_HNK: Tensor, out_THN: Tensor) -> None:
         """Multiply each head of rows by its own weight, and write the results to out."""
