@@ -102,11 +102,9 @@ def matmul_nt(
     n = (tile_n * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
     from_a = a + batch * a_batch + m[:, None] * a_row
     from_b = b + batch * b_batch + n[None, :] * b_row
-    if CHUNK == 0:
-        total = _products(from_a, from_b, m, n, M, N, K, 0, K, a_col, b_col, TILE_M, TILE_N, BLOCK_K, FP32)
-    elif SPLITS:
+    if SPLITS or CHUNK == 0:
         begin = part * CHUNK
-        end = tl.minimum(begin + CHUNK, K)
+        end = tl.minimum(begin + CHUNK, K) if SPLITS else K
         total = _products(from_a, from_b, m, n, M, N, K, begin, end, a_col, b_col, TILE_M, TILE_N, BLOCK_K, FP32)
     else:
         total = tl.zeros([TILE_M, TILE_N], tl.float32)
