@@ -115,13 +115,14 @@ class TokenLogprobs(NamedTuple):
         token: the token, generated or of the prompt.
         logprob: its log-probability in nats.
         top: (token, log-probability) of the most likely tokens, the most likely first, as many as were asked for.
-        rank: how many tokens are as likely as this one or more so: 1 for the most likely.
+        rank: how many tokens are as likely as this one or more so: 1 for the most likely. None: it is not counted, for
+            a generated token without `top`.
     """
 
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...]
-    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
 
 
 class Output(NamedTuple):

@@ -76,7 +76,8 @@ def log_probabilities(logits_LV: Tensor, tokens: Sequence[int], rows: Sequence[R
         tokens: the L chosen ones.
         rows: L of them, each with sampling.logprobs.
     """
-    return token_logprobs(logits_LV, tokens, [row.sampling.logprobs or 0 for row in rows])
+    found = token_logprobs(logits_LV, tokens, [row.sampling.logprobs or 0 for row in rows])
+    return [entry if entry.top else entry._replace(rank=None) for entry in found]  # as steps launched ahead return it
 
 
 def token_logprobs(logits_LV: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
