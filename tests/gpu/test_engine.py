@@ -1,5 +1,6 @@
 """The engine on a GPU: a request's text does not depend on what else is in the batch, nor on drafts."""
 
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import Sampling
 from octile.serve.engine.sampler import Row, choose, log_probabilities
+from octile.serve.runner.batch import Batch, Chunk, DecodeRequest
 from octile.serve.runner.decode_loop import DecodeLoop
 from octile.serve.runner.model_runner import ModelRunner
 from octile.tokenizer import Tokenizer
@@ -74,6 +76,46 @@ def test_a_text_is_the_same_where_steps_are_launched_ahead(model, tokenizer, n_d
     found, stats_ahead = texts_of(model, tokenizer, True, n_drafts, n_new=80, samplings=PLAIN)
     assert found == expected
     assert stats_ahead.accepted_tokens == stats.accepted_tokens
+
+
+def logprobs_of(model, tokenizer, batch_invariant: bool, ahead: bool):
+    """The log-probabilities of texts of which two of three ask for them, and the steps launched ahead."""
+    runner = ModelRunner(model, 64, max_batch=16, batch_invariant=batch_invariant)
+    assert runner.loop is not None
+    assert [*runner.loop._graphs] == [(False, False), (False, True)]
+    runner.max_ahead *= ahead
+    engine = Engine(runner, tokenizer, EngineConfig(max_batch=16, max_step_tokens=1024))
+    samplings = [replace(sampling, logprobs=(0, 0, None)[i % 3]) for i, sampling in enumerate(PLAIN)]
+    found = {engine.add(text(30 + 17 * i, seed=i), sampling).id: [] for i, sampling in enumerate(samplings)}
+    while engine.has_work:
+        for output in engine.step():
+            found[output.request_id] += output.logprobs
+    assert [len(entries) for entries in found.values()] == [0 if s.logprobs is None else 24 for s in samplings]
+    return [*found.values()], engine.stats().steps_ahead
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_log_probabilities_in_graphs_have_the_bits_of_those_that_the_host_asks_for(model, tokenizer, batch_invariant):
+    expected, steps_ahead = logprobs_of(model, tokenizer, batch_invariant, ahead=False)
+    assert steps_ahead == 0
+    found, steps_ahead = logprobs_of(model, tokenizer, batch_invariant, ahead=True)
+    assert steps_ahead == 22
+    assert found == expected
+
+
+def test_no_graph_has_log_probabilities_of_drafts(model):
+    runner = ModelRunner(model, 16, max_batch=2, n_drafts=1)
+    assert runner.loop is not None
+    assert [*runner.loop._graphs] == [(False, False)]
+
+
+def test_a_certain_token_has_the_log_probability_0_and_not_minus_0_in_a_graph(model):
+    runner, pages = ModelRunner(model, 16, max_batch=1), array("i", [0])
+    hidden_TD = runner.run(Batch([Chunk([5], 0, pages, 1)])).hidden
+    runner.forward.weights.head.zero_()
+    runner.forward.weights.head[7] = 1e6 * hidden_TD[0]
+    (decoded,) = runner.decode([DecodeRequest(-1, 0, 8, 0, 0.0, [5], pages)], log_probs=True).wait()
+    assert (decoded.chosen, str(decoded.log_prob)) == ([7], "0.0")
 
 
 def test_a_gpu_that_is_not_the_current_one_is_waited_for(model, tokenizer, monkeypatch):

@@ -36,7 +36,9 @@ def test_log_probabilities_are_those_of_training(shape: str, latents):
     stored: CacheFormat = "fp8" if latents == "fp8" else "bf16"
     runner = ModelRunner(model, 64, stored, 8, batch_invariant=True)
     config = EngineConfig(max_batch=8, max_step_tokens=150, batch_invariant=True)
-    texts = roll_out(Engine(runner, Tokenizer.train(["one two three"], 258), config), PROMPTS, 20, seed=0)
+    engine = Engine(runner, Tokenizer.train(["one two three"], 258), config)
+    texts = roll_out(engine, PROMPTS, 20, seed=0)
+    assert engine.stats().steps_ahead > 10
     prefill(runner, texts)
     found = compare(model, texts)
     assert [each.equal for each in found] == [each.tokens for each in found]

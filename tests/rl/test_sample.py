@@ -18,10 +18,14 @@ def model(exact_folder):
     return load(exact_folder)
 
 
-def sample(model, tokenizer, end_tokens, seeds, prompts=PROMPTS, group_size=3, n_new=12) -> list[Completion]:
+def sample(
+    model, tokenizer, end_tokens, seeds, prompts=PROMPTS, group_size=3, n_new=12, max_ahead=0
+) -> list[Completion]:
     runner = ModelRunner(model, 32, batch_invariant=True)
+    runner.max_ahead = max_ahead
     engine = Engine(runner, tokenizer, EngineConfig(4))
     found = sample_groups(engine, tokenizer, end_tokens, prompts, group_size, n_new, seeds)
+    assert (engine.stats().steps_ahead > 0) == (max_ahead > 0)
     assert not engine.has_work
     return found
 
@@ -42,7 +46,9 @@ def test_an_end_of_text_token_ends_a_completion_and_is_one_of_its_tokens(model, 
     seeds = sampling_seeds(0, 0, 6)
     whole = sample(model, tokenizer, {tokenizer.end}, seeds)
     end = whole[1].tokens[4]  # taken for an end-of-text token
-    for before, after in zip(whole, sample(model, tokenizer, {end}, seeds), strict=True):
+    cut = sample(model, tokenizer, {end}, seeds)
+    assert cut == sample(model, tokenizer, {end}, seeds, max_ahead=4)  # as on a GPU
+    for before, after in zip(whole, cut, strict=True):
         length = before.tokens.index(end) + 1 if end in before.tokens else len(before.tokens)
         assert after.tokens == before.tokens[:length]
         assert after.log_probs == before.log_probs[:length]

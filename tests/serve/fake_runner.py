@@ -29,7 +29,7 @@ class FakeRunner:
         self.draft_pages = [[EMPTY] * page_size for _ in range(n_pages)]
         self.batches: list[Batch] = []
         self.max_ahead, self.n_drafts = max_ahead, n_drafts
-        self.decode_steps = self.version = 0
+        self.decode_steps = self.scored_steps = self.version = 0
         self.prefixes: list[list[int]] = []  # of the rows of the last pass
         self.before: list[tuple[int, list[int]]] = []  # the last decode step: positions and tokens of its requests
 
@@ -70,10 +70,12 @@ class FakeRunner:
     def update_weights(self):
         self.version += 1
 
-    def decode(self, requests):
+    def decode(self, requests, log_probs=False):
         """As the definition of a decode step says, by `run` and `draft`, request after request."""
         self.decode_steps += 1
-        after, rows = [], []
+        assert not (log_probs and self.n_drafts)
+        self.scored_steps += log_probs
+        after, rows, scores = [], [], []
         for source, position, end, seed, temperature, tokens, pages in requests:
             if source >= 0:
                 advance, tokens = self.before[source]
@@ -81,11 +83,13 @@ class FakeRunner:
             if position >= end:  # its text has ended in the step before
                 after.append((1, tokens))
                 rows.append([0] * (2 + 2 * self.n_drafts))
+                scores.append(0.0)
                 continue
             sampling = Sampling(temperature=temperature)
             inside = tokens[: end - position]
             logits, hidden = self.run(Batch([Chunk(inside, position, pages, len(inside))]))
             chosen = choose(logits, [Row(sampling, seed, position + i + 1) for i in range(len(inside))]).tolist()
+            scores.append(logits.log_softmax(-1)[0, max(chosen[0], 0)].item())
             accepted = count_accepted(inside[1:], chosen)
             drafts: list[int] = []
             if self.n_drafts and position + accepted + 1 < end:
@@ -101,7 +105,9 @@ class FakeRunner:
             some = self.n_drafts - len(inside) + 1
             rows.append([*chosen, *[0] * some, accepted, *drafts, *[0] * (self.n_drafts - len(drafts))])
         self.before = after
-        return DecodedTokens(torch.tensor(rows), None, self.n_drafts)
+        return DecodedTokens(
+            torch.tensor(rows), None, self.n_drafts, log_probs=torch.tensor(scores) if log_probs else None
+        )
 
     def draft(self, batch, hidden):
         logits = []

@@ -34,9 +34,11 @@ def agreements(
     cache_format: Any = None,
     prompts: Sequence[Sequence[int]] = PROMPTS,
     batch_invariant: bool = True,
+    max_ahead: int = 0,
 ) -> tuple[list[Agreement], Stats]:
     """How far the engine, with texts of all lengths in a batch, agrees with the model's forward pass."""
     runner = ModelRunner(model, n_pages, cache_format, batch_invariant=batch_invariant, n_drafts=n_drafts)
+    runner.max_ahead = max_ahead
     engine = Engine(runner, tokenizer, EngineConfig(max_batch=5, max_step_tokens=40, n_drafts=n_drafts))
     texts = roll_out(engine, prompts, new_tokens=12, seed=0)
     stats = engine.stats()
@@ -80,10 +82,19 @@ def test_drafts_change_nothing(tokenizer, n_drafts):
     assert stats.drafted_tokens > 0
 
 
-def test_texts_that_were_preempted_have_the_same_bits(tokenizer):
-    found, stats = agreements(exact_model(), tokenizer, n_pages=5, prompts=[text(60, n) for n in range(5)])
+@pytest.mark.parametrize("max_ahead", [0, 5])
+def test_texts_that_were_preempted_have_the_same_bits(tokenizer, max_ahead):
+    prompts = [text(60, n) for n in range(5)]
+    found, stats = agreements(exact_model(), tokenizer, n_pages=5, prompts=prompts, max_ahead=max_ahead)
     assert_equal(found)
     assert stats.preemptions > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_that_are_launched_ahead_have_the_same_bits(tokenizer, dtype):
+    found, stats = agreements(exact_model(dtype), tokenizer, max_ahead=5)
+    assert_equal(found)
+    assert stats.steps_ahead > stats.steps // 3
 
 
 @pytest.mark.parametrize(("n_pages", "n_drafts"), [(64, 0), (64, 2), (5, 0)])

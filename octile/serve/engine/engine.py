@@ -380,7 +380,7 @@ class Engine:
         if not 0 < len(running) <= self._runner.max_ahead or self._runner.n_drafts != self.config.n_drafts:
             return False
         is_launched = before is not None
-        if not is_launched and not all(_decodes_ahead(request) for request in running.values()):
+        if not is_launched and not all(map(self._decodes_ahead, running.values())):
             return False
         missing = sum(scheduler.n_missing(request, self._reach(request, is_launched)) for request in running.values())
         return missing <= self._pages.n_free and not scheduler.can_admit()
@@ -425,7 +425,14 @@ class Engine:
             return None
         self._steps += 1
         self._steps_ahead += before is not None
-        return _InFlight(requests, self._runner.decode(rows))
+        log_probs = any(request.sampling.logprobs is not None for request in requests)
+        return _InFlight(requests, self._runner.decode(rows, log_probs))
+
+    def _decodes_ahead(self, request: Request) -> bool:
+        """Whether a request decodes, and a decode step that is launched ahead honors its sampling."""
+        sampling = request.sampling
+        has_results = sampling.logprobs is None or not self.config.n_drafts  # with drafts a step returns tokens alone
+        return request.n_pending == 1 and sampling.can_run_ahead and has_results
 
     def _collect(self, launched: _InFlight) -> list[Output]:
         """Wait for a decode step, and return what it adds to its requests."""
@@ -435,7 +442,12 @@ class Engine:
                 continue  # it has ended since the step was launched
             n_drafts = min(len(request.drafts), request.n_remaining - 1)
             n_accepted = min(decoded.accepted, n_drafts)
-            outputs.append(self._extend(request, 1 + n_accepted, decoded.chosen[: n_accepted + 1], n_drafts))
+            output = self._extend(request, 1 + n_accepted, decoded.chosen[: n_accepted + 1], n_drafts)
+            if request.sampling.logprobs is not None:
+                assert decoded.log_prob is not None  # `_launch` has asked for it
+                scored = tuple(TokenLogprobs(token, decoded.log_prob) for token in output.tokens)
+                output = output._replace(logprobs=scored)
+            outputs.append(output)
             if request.finish_reason is None:
                 request.drafts = usable_drafts(decoded.drafts, request)
         return outputs
@@ -535,11 +547,6 @@ def _describe_logits(no_token: int, request: Request) -> str:
         f"{NOT_FINITE}: {NO_TOKEN_WORDS[no_token]}, for the token at position {len(request.tokens)} of the text "
         f"({request.n_generated} generated before): a weight is damaged, or its training diverged"
     )
-
-
-def _decodes_ahead(request: Request) -> bool:
-    """Whether a request decodes, with tokens that a decode step can choose."""
-    return request.n_pending == 1 and request.sampling.can_run_ahead
 
 
 def _chunk(scheduled: Scheduled, rows: list[Row]) -> Chunk:

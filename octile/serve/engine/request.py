@@ -23,7 +23,7 @@ MAX_STOPS = 32
 # default, its requests take no part in decode steps that are launched ahead, and `choose` samples them apart.
 OF_OPERATOR = frozenset({"temperature", "seed"})  # `octile.ops.sample_tokens`, also in steps that are launched ahead
 OF_ENGINE = frozenset({"max_new_tokens", "stop", "ignore_eos"})  # the engine, once a token is chosen
-OF_LOGITS = frozenset({"logprobs"})  # whoever has the logits, once a token is chosen
+OF_LOGITS = frozenset({"logprobs"})  # whoever has the logits, once a token is chosen; 0: also steps launched ahead
 OF_PROMPT = frozenset({"prompt_logprobs"})  # the engine, while it prefills: decode steps have nothing to do for them
 OF_SAMPLES = frozenset({"top_k", "top_p"})  # `sampler.choose`; without effect where temperature is 0
 
@@ -89,8 +89,11 @@ class Sampling:
 
     @cached_property
     def can_run_ahead(self) -> bool:
-        """Whether decode steps that are launched ahead, which return tokens and no logits, honor all fields."""
-        return self._has_defaults_besides(OF_OPERATOR | OF_ENGINE | OF_PROMPT)
+        """Whether decode steps that are launched ahead honor all fields.
+
+        They return tokens, and without drafts the log-probabilities of these, but no other tokens'.
+        """
+        return not self.logprobs and self._has_defaults_besides(OF_OPERATOR | OF_ENGINE | OF_LOGITS | OF_PROMPT)
 
     def _has_defaults_besides(self, honored: frozenset[str]) -> bool:
         """Whether each field has its default, but for those that are honored or without effect."""

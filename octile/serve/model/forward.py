@@ -31,6 +31,7 @@ from torch import Tensor
 
 from octile.models.deepseek_v3 import rope_of
 from octile.nn.dispatcher import LocalDispatcher
+from octile.ops.cross_entropy import cross_entropy
 from octile.ops.norm import rms_norm
 from octile.ops.row_invariant import row_invariant_matmul_nt
 from octile.ops.sample_tokens import sample_tokens
@@ -193,10 +194,29 @@ class Forward:
         """Compute the logits of rows that the head reads, float32 [T, V]; each rank of a group computes some rows."""
         return self.tp.gather(self._logits(self.tp.own(h_TD)))[: len(h_TD)].float()
 
-    def sample(self, h_TD: Tensor, seed_T: Tensor, position_T: Tensor, temperature_T: Tensor) -> Tensor:
-        """Choose tokens by the logits of rows that the head reads: int64 [T]; see `octile.ops.sample_tokens`."""
+    def sample(
+        self,
+        h_TD: Tensor,
+        seed_T: Tensor,
+        position_T: Tensor,
+        temperature_T: Tensor,
+        log_probs_T: Tensor | None = None,
+    ) -> Tensor:
+        """Choose tokens by the logits of rows that the head reads: int64 [T]; see `octile.ops.sample_tokens`.
+
+        Args:
+            h_TD, seed_T, position_T, temperature_T: the rows, and how they are sampled.
+            log_probs_T: float32 [T], becomes the log-probabilities of the tokens before temperature, with the bits that
+                `cross_entropy.log_probabilities` gives them of `logits`. A row that chooses no token gets any number.
+        """
         h, *how = (self.tp.own(t) for t in (h_TD, seed_T, position_T, temperature_T))
-        return self.tp.gather(sample_tokens(self._logits(h), *how))[: len(h_TD)]
+        logits = self._logits(h)
+        tokens = sample_tokens(logits, *how)
+        if log_probs_T is not None:
+            # in FP32 as `logits` returns them: the order of sums depends on the dtype on a GPU
+            losses, _ = cross_entropy(logits.float(), tokens.clamp(min=0))
+            log_probs_T.copy_(self.tp.gather(0.0 - losses)[: len(h_TD)])
+        return self.tp.gather(tokens)[: len(h_TD)]
 
     def _logits(self, h_TD: Tensor) -> Tensor:
         """Compute the logits of rows, in FP32 in batch-invariant mode, otherwise in the dtype of activations."""

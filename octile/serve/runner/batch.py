@@ -85,11 +85,14 @@ class Decoded(NamedTuple):
         chosen: the token after each of the 1 + n rows; those after the first `accepted` + 1 do not count.
         accepted: drafts before the first that is not the chosen token of its position.
         drafts: for the next step.
+        log_prob: log-probability of the chosen token of a request without drafts, before temperature; None: the step
+            was not to compute it.
     """
 
     chosen: list[int]
     accepted: int
     drafts: list[int]
+    log_prob: float | None = None
 
 
 class DecodedTokens:
@@ -100,10 +103,19 @@ class DecodedTokens:
         ready: recorded after the copy to `results`; None: they are there.
         n_drafts: n.
         timeout: seconds after which `wait` waits no longer.
+        log_probs: float32 [B] in the host's memory: those of the chosen tokens, without drafts. None: there are none.
     """
 
-    def __init__(self, results: Tensor, ready: torch.cuda.Event | None, n_drafts: int, timeout: float = math.inf):
+    def __init__(
+        self,
+        results: Tensor,
+        ready: torch.cuda.Event | None,
+        n_drafts: int,
+        timeout: float = math.inf,
+        log_probs: Tensor | None = None,
+    ):
         self._results, self._ready, self._n_drafts, self._timeout = results, ready, n_drafts, timeout
+        self._log_probs = log_probs
 
     def wait(self) -> list[Decoded]:
         """Wait for the results, and return those of each request.
@@ -113,8 +125,12 @@ class DecodedTokens:
         """
         if self._ready is not None:
             wait_for(self._ready, self._timeout)
-        n = self._n_drafts
-        return [Decoded(row[: 1 + n], row[1 + n], row[2 + n :]) for row in self._results.tolist()]
+        n, results = self._n_drafts, self._results.tolist()
+        log_probs = [None] * len(results) if self._log_probs is None else self._log_probs.tolist()
+        return [
+            Decoded(row[: 1 + n], row[1 + n], row[2 + n :], log_prob)
+            for row, log_prob in zip(results, log_probs, strict=True)
+        ]
 
 
 class Runner(Protocol):
@@ -174,7 +190,7 @@ class Runner(Protocol):
         """
         ...
 
-    def decode(self, requests: Sequence[DecodeRequest]) -> DecodedTokens:
+    def decode(self, requests: Sequence[DecodeRequest], log_probs: bool = False) -> DecodedTokens:
         """Launch a decode step: each request reads its last token and its drafts, and chooses the tokens after them.
 
         The results are those of `run`, of the sampler, of `count_accepted` and of the drafter. The call may
@@ -183,6 +199,7 @@ class Runner(Protocol):
 
         Args:
             requests: at least one.
+            log_probs: whether the log-probabilities of the chosen tokens are computed, too; only without drafts.
         """
         ...
 

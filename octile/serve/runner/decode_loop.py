@@ -3,7 +3,8 @@
 A step reads each request's last token and its drafts, chooses the tokens after them, counts the accepted drafts, and
 drafts anew. Tokens, positions and drafts stay on the device, so the next step can be launched before the host knows
 what this one has chosen (asynchronous scheduling): the GPU does not wait for the host. On a GPU a step is one CUDA
-graph, of 1, 2, 4, 8, … requests, padded.
+graph, of 1, 2, 4, 8, … requests, padded. Without drafts there is a second one of each size, which computes the
+log-probabilities of the chosen tokens, too.
 
     tokens of the step before → forward pass → sampling → accepted drafts → multi-token prediction → drafts
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 
 import numpy as np
 import torch
@@ -70,23 +72,38 @@ class DecodeLoop:
         self._tokens = torch.zeros(max_requests, 1 + n_drafts, dtype=torch.int64, device=device)
         self._advance = torch.zeros(max_requests, dtype=torch.int64, device=device)
         self._results = torch.zeros(max_requests, 2 + 2 * n_drafts, dtype=torch.int64, device=device)
+        self._log_probs = torch.zeros(max_requests, dtype=torch.float32, device=device)
         if memory is not None:
             self._copied = torch.cuda.Event()
-            ways = (False, True) if forward.attention.index is not None else (False,)
+            is_sparse = (False, True) if forward.attention.index is not None else (False,)
+            has_log_probs = (False,) if n_drafts else (False, True)
             # the texts have no positions
-            self._graphs = {way: memory.capture_sizes(self.sizes, partial(self._step, way)) for way in ways}
+            self._graphs = {
+                way: memory.capture_sizes(self.sizes, partial(self._step, *way))
+                for way in product(is_sparse, has_log_probs)
+            }
 
-    def run(self, requests: Sequence[DecodeRequest], at_least: int = 0, timeout: float = math.inf) -> DecodedTokens:
+    def run(
+        self,
+        requests: Sequence[DecodeRequest],
+        at_least: int = 0,
+        timeout: float = math.inf,
+        log_probs: bool = False,
+    ) -> DecodedTokens:
         """Launch a step; see `octile.serve.runner.batch.Runner.decode`.
 
         Args:
             requests: requests of the step.
             at_least: requests, for which it has room: ranks that exchange rows have steps of one size.
             timeout: seconds for which the host waits for the GPU, which may wait for that of another rank.
+            log_probs: whether the log-probabilities of the chosen tokens are computed, too.
 
         Raises:
+            ValueError: log_probs are asked for, and requests have drafts.
             TimeoutError: the GPU has not begun the step before in time.
         """
+        if log_probs and self.n_drafts:
+            raise ValueError(f"log_probs must be False in decode steps with drafts, and n_drafts is {self.n_drafts}")
         size = next(size for size in self.sizes if size >= max(len(requests), at_least))
         if self._on_gpu:
             wait_for(self._copied, timeout)  # the copies of the step before have read the host's buffers
@@ -95,18 +112,20 @@ class DecodeLoop:
         if first < end:
             self._pages[first:end].copy_(self._table.host[first:end], non_blocking=True)
         is_sparse = self.forward.attention.is_sparse(max(map(self._reach, requests), default=0))
-        if not self._on_gpu:
-            self._step(is_sparse, size)
-            return DecodedTokens(self._results[: len(requests)].clone(), None, self.n_drafts)
-        stream = torch.cuda.current_stream(self._numbers.device)  # of the model's GPU
-        self._copied.record(stream)
-        replay, _ = self._graphs[is_sparse][size]
-        replay()
-        results = torch.empty(len(requests), self._results.shape[1], dtype=torch.int64, pin_memory=True)
-        results.copy_(self._results[: len(requests)], non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record(stream)
-        return DecodedTokens(results, ready, self.n_drafts, timeout)
+        if self._on_gpu:
+            stream = torch.cuda.current_stream(self._numbers.device)  # of the model's GPU
+            self._copied.record(stream)
+            replay, _ = self._graphs[is_sparse, log_probs][size]
+            replay()
+        else:
+            self._step(is_sparse, log_probs, size)
+        results = _copy_to_host(self._results[: len(requests)])
+        chosen_log_probs = _copy_to_host(self._log_probs[: len(requests)]) if log_probs else None
+        ready = None
+        if self._on_gpu:
+            ready = torch.cuda.Event()
+            ready.record(stream)
+        return DecodedTokens(results, ready, self.n_drafts, timeout, chosen_log_probs)
 
     def _fill(self, requests: Sequence[DecodeRequest], size: int) -> tuple[int, int]:
         """Write the host's buffers, and return the first and the end of the requests whose pages have changed."""
@@ -132,8 +151,8 @@ class DecodeLoop:
         first = request.position + (rows if request.source >= 0 else 0)
         return min(request.end, first + rows + max(self.n_drafts - 1, 0))
 
-    def _step(self, is_sparse: bool, size: int) -> None:
-        """Compute a step of the requests that the buffers describe; is_sparse as in `Step`."""
+    def _step(self, is_sparse: bool, log_probs: bool, size: int) -> None:
+        """Compute a step of the requests that the buffers describe; is_sparse as in `Step`, log_probs as in `run`."""
         n, forward = self.n_drafts, self.forward.for_rows(size * (1 + self.n_drafts))
         numbers = self._numbers[:, :size]
         end_B, seed_B = numbers[2], numbers[3]
@@ -141,7 +160,8 @@ class DecodeLoop:
         step = self._rows(tokens_Bn, first_B, end_B, is_sparse)
         h_TD = forward.hidden(step)
         seed_T, temperature_T = (t[:, None].expand(-1, 1 + n).flatten() for t in (seed_B, temperature_B))
-        chosen_Bn = forward.sample(h_TD, seed_T, step.positions + 1, temperature_T).view(size, 1 + n)
+        how = seed_T, step.positions + 1, temperature_T, self._log_probs[:size] if log_probs else None
+        chosen_Bn = forward.sample(h_TD, *how).view(size, 1 + n)
         drafts: list[Tensor] = []
         if n:
             chosen_T, last_B, rows_B = accepted_rows(chosen_Bn, tokens_Bn, first_B)
@@ -162,3 +182,8 @@ class DecodeLoop:
         pages_TM = pages_BM if k == 1 else pages_BM[:, None].expand(-1, k, -1).flatten(0, 1)
         rows = tokens_T, positions_T, slots_T, pages_TM, lengths_T
         return Step(*rows, None, (), is_sparse=is_sparse, rows_per_text=k)
+
+
+def _copy_to_host(t: Tensor) -> Tensor:
+    """Copy a step's results to memory of their own; the host does not wait for a GPU."""
+    return torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda).copy_(t, non_blocking=True)

@@ -294,14 +294,15 @@ class ModelRunner:
         """Return the bytes of the logits in the CUDA graphs of decoding, their largest memory.
 
         Those of steps that are not launched ahead hold logits in FP32 of all their sizes, which halve from one to the
-        next, and so do those of multi-token prediction. What all graphs share has one step's in BF16. If
-        texts of up to max_position positions need an indexer's keys, there are graphs of both kinds of attention, and
-        what they share has the indexer's logits in FP32.
+        next, and so do those of multi-token prediction. What all graphs share has one step's in BF16, and without
+        drafts also in FP32, for log-probabilities. If texts of up to max_position positions need an indexer's keys,
+        there are graphs of both kinds of attention, and what they share has the indexer's logits in FP32.
         """
-        c, rows, held = model.config, max_batch * (1 + n_drafts), 2 if n_drafts else 1
+        c, rows = model.config, max_batch * (1 + n_drafts)
+        held, shared = (2, 2) if n_drafts else (1, 2 + 4)
         if not needs_index(c, max_position):
-            return rows * c.vocab_size * (held * 2 * 4 + 2)
-        return rows * (c.vocab_size * (2 * held * 2 * 4 + 2) + 4 * max_position)
+            return rows * c.vocab_size * (held * 2 * 4 + shared)
+        return rows * (c.vocab_size * (2 * held * 2 * 4 + shared) + 4 * max_position)
 
     def close(self) -> None:
         """Free the CUDA graphs; no step follows. NCCL ends no communicator whose collectives a graph has."""
@@ -403,11 +404,15 @@ class ModelRunner:
         return results
 
     @torch.no_grad()
-    def decode(self, requests: Sequence[DecodeRequest]) -> DecodedTokens:
-        """Launch a decode step; see `octile.serve.runner.batch.Runner`."""
+    def decode(self, requests: Sequence[DecodeRequest], log_probs: bool = False) -> DecodedTokens:
+        """Launch a decode step; see `octile.serve.runner.batch.Runner`.
+
+        Raises:
+            ValueError: log_probs are asked for, and requests have drafts.
+        """
         if self.loop is None:  # on a CPU
             self.loop = self._new_loop()
-        decoded = self.loop.run(requests, self.min_decode, self.timeout)
+        decoded = self.loop.run(requests, self.min_decode, self.timeout, log_probs)
         self._end_step()
         return decoded
 

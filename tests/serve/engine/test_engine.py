@@ -168,7 +168,81 @@ def test_a_text_that_ends_in_flight_has_no_further_tokens(engine_of, tokenizer):
     assert engine.stats().used_pages == 0
 
 
-def test_logprobs_and_truncated_sampling_are_read_at_once(engine_of):
+def results_of(engine, draw):
+    """Add requests of which two of three ask for log-probabilities, and return what all their outputs have."""
+    found: dict[int, tuple] = {}
+    for i in range(20):
+        prompt = [7] * draw.randint(0, 9) + [draw.randint(0, 3) for _ in range(draw.randint(1, 20))]
+        sampling = Sampling(
+            draw.randint(1, 30), draw.choice([0.0, 1.0]), seed=i, stop=("e",) * (i % 2), logprobs=(0, None, 0)[i % 3]
+        )
+        found[engine.add(prompt, sampling).id] = ((), (), "", None)
+        for _ in range(draw.randint(0, 5)):
+            extend(found, engine.step())
+    while engine.has_work:
+        extend(found, engine.step())
+    return found
+
+
+def extend(found, outputs):
+    for output in outputs:
+        tokens, logprobs, text, _ = found[output.request_id]
+        found[output.request_id] = (
+            (*tokens, *output.tokens),
+            (*logprobs, *output.logprobs),
+            text + output.text,
+            output.finish_reason,
+        )
+
+
+@pytest.mark.parametrize("n_drafts", [0, 2])
+@pytest.mark.parametrize("seed", range(2))
+def test_log_probabilities_of_steps_launched_ahead_are_those_that_the_host_asks_for(engine_of, seed, n_drafts):
+    runners = [FakeRunner(n_pages=20, max_ahead=max_ahead, n_drafts=n_drafts) for max_ahead in (0, 4)]
+    engines = [engine_of(runner, n_drafts=n_drafts) for runner in runners]
+    expected, found = (results_of(engine, random.Random(seed)) for engine in engines)
+    assert found == expected
+    for request_id, (tokens, logprobs, _, _) in found.items():
+        assert [entry.token for entry in logprobs] == [*tokens] * (request_id % 3 != 1)
+    assert {reason for *_, reason in found.values()} == {FinishReason.STOP, FinishReason.LENGTH}
+    stats = engines[1].stats()
+    assert stats.preemptions > 0
+    assert stats.steps_ahead > 0
+    # with drafts no step returns them: the host reads each step of a request that asks for them
+    assert (0 < runners[1].scored_steps < runners[1].decode_steps) == (n_drafts == 0)
+
+
+@pytest.mark.parametrize("n_drafts", [0, 2])
+def test_the_end_of_a_text_has_no_log_probability_in_steps_launched_ahead(engine_of, tokenizer, n_drafts):
+    runner = FakeRunner(max_ahead=4, n_drafts=n_drafts)
+    right = runner.logits_after
+    runner.logits_after = lambda tokens: (
+        9.0 * torch.nn.functional.one_hot(torch.tensor(tokenizer.end), 320) if len(tokens) == 9 else right(tokens)
+    )
+    engine = engine_of(runner, n_drafts=n_drafts)
+    engine.add([1, 2], Sampling(20, logprobs=0))
+    found = {0: ((), (), "", None)}
+    while engine.has_work:
+        extend(found, engine.step())
+    ((tokens, logprobs, _, reason),) = found.values()
+    assert (len(tokens), reason) == (7, FinishReason.STOP)
+    assert [entry.token for entry in logprobs] == [*tokens]
+    assert (runner.decode_steps > 0) == (n_drafts == 0)
+
+
+def test_only_steps_with_requests_that_ask_for_them_compute_log_probabilities(engine_of):
+    runner = FakeRunner(max_ahead=4)
+    engine = engine_of(runner)
+    engine.add([1, 2], Sampling(20, ignore_eos=True))
+    run(engine)
+    assert (runner.decode_steps, runner.scored_steps) == (19, 0)
+    engine.add([1, 2], Sampling(20, ignore_eos=True))
+    engine.add([1, 2], Sampling(10, ignore_eos=True, logprobs=0))
+    run(engine)
+    assert (runner.decode_steps, runner.scored_steps) == (38, 9)
+
+
+def test_alternatives_and_truncated_sampling_are_read_at_once(engine_of):
     runner = FakeRunner(max_ahead=4)
     for sampling in (Sampling(9, 1.0, top_p=0.9), Sampling(9, 1.0, top_k=3), Sampling(9, logprobs=1)):
         engine = engine_of(runner)

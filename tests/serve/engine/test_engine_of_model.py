@@ -8,7 +8,8 @@ from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
-from octile.serve.engine.request import Sampling
+from octile.serve.engine.request import Sampling, TokenLogprobs
+from octile.serve.runner import decode_loop
 from octile.serve.runner.model_runner import ModelRunner
 from tests.serve.models import new_model, text
 from tests.train.conftest import MICRO
@@ -48,6 +49,33 @@ def test_a_text_is_the_same_where_steps_are_launched_ahead(tokenizer, fp8, n_dra
     assert ahead == expected
     assert stats_ahead.drafted_tokens == stats.drafted_tokens
     assert stats_ahead.accepted_tokens == stats.accepted_tokens
+
+
+def logprobs_of(tokenizer, fp8: bool, batch_invariant: bool, max_ahead: int) -> tuple[list[TokenLogprobs], int]:
+    """The log-probabilities of all tokens of two texts, while a third is generated, and the steps launched ahead."""
+    runner = ModelRunner(new_model(fp8), 16, batch_invariant=batch_invariant)
+    runner.max_ahead = max_ahead
+    engine = Engine(runner, tokenizer, EngineConfig(max_batch=4, max_step_tokens=128))
+    for i, logprobs in enumerate((0, None, 0)):
+        engine.add(PROMPTS[i], Sampling(12, (0.0, 1.0, 0.7)[i], seed=3, ignore_eos=True, logprobs=logprobs))
+    found: dict[int, list[TokenLogprobs]] = {i: [] for i in range(3)}
+    while engine.has_work:
+        for output in engine.step():
+            found[output.request_id] += output.logprobs
+    assert [len(entries) for entries in found.values()] == [12, 0, 12]
+    return found[0] + found[2], engine.stats().steps_ahead
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_log_probabilities_are_the_same_where_steps_are_launched_ahead(tokenizer, monkeypatch, batch_invariant, fp8):
+    if not batch_invariant:  # GEMMs of other numbers of rows may have other bits
+        monkeypatch.setattr(decode_loop, "BLOCK_ROWS", 1)
+    expected, steps_ahead = logprobs_of(tokenizer, fp8, batch_invariant, max_ahead=0)
+    assert steps_ahead == 0
+    found, steps_ahead = logprobs_of(tokenizer, fp8, batch_invariant, max_ahead=4)
+    assert steps_ahead == 10
+    assert found == expected
 
 
 def micro_texts(tokenizer, model: DeepseekV3, n_pages: int, together: bool, n_drafts: int = 0) -> list[tuple[int, ...]]:

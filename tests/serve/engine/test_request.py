@@ -22,7 +22,7 @@ OTHERS = {  # a value of each field that is not its default
     "seed": 3,
     "top_k": 4,
     "stop": ("end",),
-    "logprobs": 0,
+    "logprobs": 1,
     "ignore_eos": True,
     "prompt_logprobs": 1,
 }
@@ -45,6 +45,10 @@ def test_only_fields_of_operator_and_engine_and_of_prompts_run_ahead(name):
     sampling = Sampling(**{"temperature": 1.0, name: OTHERS[name]})
     assert sampling.can_run_ahead == (name in OF_OPERATOR | OF_ENGINE | OF_PROMPT)
     assert sampling.is_of_operator == (name in OF_OPERATOR | OF_ENGINE | OF_LOGITS | OF_PROMPT)
+
+
+def test_log_probabilities_of_chosen_tokens_run_ahead_and_those_of_others_do_not():
+    assert [Sampling(logprobs=n).can_run_ahead for n in (None, 0, 1)] == [True, True, False]
 
 
 @pytest.mark.parametrize("name", sorted(OF_SAMPLES))

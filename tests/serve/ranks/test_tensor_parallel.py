@@ -167,6 +167,29 @@ def texts_with_drafts_of_steps_that_are_launched_ahead(rank: int, folder: Path) 
     check_texts(rank, folder, n_drafts=1, ahead=True)
 
 
+def log_probabilities_of_steps_that_are_launched_ahead(rank: int, folder: Path) -> None:
+    def logprobs_of(front: LockstepEngine) -> list[list[float]]:
+        add = adding(front)
+        found: dict[int, list[float]] = {
+            add(text(20, i), Sampling(9, 1.0, seed=i, ignore_eos=True, logprobs=(0, None, 0)[i])).id: []
+            for i in range(3)
+        }
+        while front.has_work:
+            for output in front.step():
+                found[output.request_id] += [entry.logprob for entry in output.logprobs]
+        return [*found.values()]
+
+    both = []
+    for max_ahead in (0, 2):
+        runner = ModelRunner(spread(), N_PAGES, batch_invariant=True, max_batch=2)
+        runner.max_ahead = max_ahead
+        engine = with_front(rank, lambda front: both.append(logprobs_of(front)), runner)
+        assert (engine.stats().steps_ahead > 0) == (max_ahead > 0)
+    if not rank:
+        assert both[0] == both[1]
+        assert list(map(len, both[0])) == [9, 0, 9]
+
+
 def texts_with_the_exchanges_of_gpus(rank: int, folder: Path) -> None:
     check_texts(rank, folder, ahead=True, exchange=True, n_requests=(2, 1))  # Triton's interpreter takes its time
 
@@ -418,6 +441,7 @@ WORKS = [
     texts_are_those_of_one_process,
     texts_with_drafts,
     texts_with_drafts_of_steps_that_are_launched_ahead,
+    log_probabilities_of_steps_that_are_launched_ahead,
     texts_with_the_exchanges_of_gpus,
     prompts_share_a_beginning_and_pages_run_out,
     counts_are_those_of_groups,

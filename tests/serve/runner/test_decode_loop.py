@@ -8,11 +8,12 @@ import torch
 
 from octile.serve.engine.drafts import count_accepted
 from octile.serve.engine.request import Sampling
-from octile.serve.engine.sampler import Row, choose
+from octile.serve.engine.sampler import Row, choose, log_probabilities
+from octile.serve.runner import decode_loop
 from octile.serve.runner.batch import Batch, Chunk, DecodedTokens, DecodeRequest
 from octile.serve.runner.decode_loop import DecodeLoop
 from octile.serve.runner.model_runner import ModelRunner
-from tests.serve.models import CONFIG, new_model, text
+from tests.serve.models import CONFIG, exact_model, new_model, text
 
 N_PAGES, LENGTHS, END = 12, (70, 5, 33), 200
 PAGES = [array("i", range(4 * i, 4 * i + 4)) for i in range(3)]
@@ -50,6 +51,61 @@ def test_steps_choose_what_the_host_chooses():
         steps.append(runner.decode(continued))
     found = [[step.wait()[i].chosen[0] for step in steps] for i in range(3)]
     assert found == chosen_by_host(*new_runner(), 4)
+
+
+def assert_equal_bits(found, expected):
+    assert torch.equal(*(torch.tensor(values).view(torch.int32) for values in (found, expected)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("exact", [False, True])
+def test_log_probabilities_have_the_bits_of_those_that_the_host_asks_for(monkeypatch, exact, dtype):
+    monkeypatch.setattr(decode_loop, "BLOCK_ROWS", 1)  # GEMMs of as many rows as `run` has
+    model = exact_model(dtype) if exact else new_model(False, dtype)
+
+    def reads(i, tokens):
+        return Batch([Chunk(tokens, 0, PAGES[i], len(tokens))])
+
+    runners = [ModelRunner(model, N_PAGES, batch_invariant=exact) for _ in range(2)]
+    texts = [text(n, seed=n) for n in LENGTHS]
+    for runner in runners:
+        for i, tokens in enumerate(texts):
+            runner.run(reads(i, tokens[:-1]))
+    found, expected = [], []
+    steps = [runners[0].decode([request(i, tokens[-1:]) for i, tokens in enumerate(texts)], log_probs=True)]
+    for n in range(3):
+        continued = [request(i, [], source=i, position=LENGTHS[i] - 1 + n) for i in range(3)]
+        steps.append(runners[0].decode(continued, log_probs=n != 1))
+    for n, step in enumerate(steps):
+        logits = runners[1].run(Batch([Chunk(t[-1:], len(t) - 1, PAGES[i], 1) for i, t in enumerate(texts)])).logits
+        results = step.wait()
+        rows = [Row(Sampling(temperature=HEATS[i], logprobs=0), i, len(tokens)) for i, tokens in enumerate(texts)]
+        chosen = choose(logits, rows).tolist()
+        assert [decoded.chosen for decoded in results] == [[token] for token in chosen]
+        if n == 2:
+            assert [decoded.log_prob for decoded in results] == [None] * 3
+        else:
+            found += [decoded.log_prob for decoded in results]
+            expected += [entry.logprob for entry in log_probabilities(logits, chosen, rows)]
+        for tokens, token in zip(texts, chosen, strict=True):
+            tokens.append(token)
+    assert_equal_bits(found, expected)
+
+
+def test_a_certain_token_has_the_log_probability_0_and_not_minus_0():
+    runner, prompts = new_runner()
+    hidden_TD = runner.run(Batch([Chunk(prompts[0][-1:], LENGTHS[0] - 1, PAGES[0], 1)])).hidden
+    runner.forward.weights.head.zero_()
+    runner.forward.weights.head[7] = 1e6 * hidden_TD[0]
+    (decoded,) = runner.decode([request(0, prompts[0][-1:])], log_probs=True).wait()
+    assert decoded.chosen == [7]
+    assert_equal_bits([decoded.log_prob], [0.0])
+
+
+def test_log_probabilities_of_drafts_are_refused():
+    runner, prompts = new_runner(n_drafts=2)
+    with pytest.raises(ValueError, match="log_probs must be False in decode steps with drafts, and n_drafts is 2"):
+        runner.decode([request(1, prompts[1][-1:])], log_probs=True)
 
 
 def test_a_request_continues_its_own_tokens_at_another_place():
@@ -93,7 +149,8 @@ def test_logits_with_nan_choose_no_token():
     runner, prompts = new_runner()
     runner.forward.weights.head[0] = float("nan")
     runner.decode([request(1, prompts[1][-1:])])
-    assert runner.decode([request(1, [], source=0)]).wait()[0].chosen == [-1]
+    for log_probs in (False, True):
+        assert runner.decode([request(1, [], source=0)], log_probs).wait()[0].chosen == [-1]
 
 
 @pytest.mark.parametrize("n_drafts", [0, 1, 3])

@@ -52,14 +52,14 @@ def test_the_cache_of_a_prefill_process_spares_a_text_and_has_the_memory_of_deco
 def test_the_logits_of_graphs():
     weights = SimpleNamespace(config=CONFIG)
     logits = CONFIG.vocab_size * 256
-    assert ModelRunner.bytes_of_graphs(weights, 256, 0, 512) == (2 * 4 + 2) * logits
+    assert ModelRunner.bytes_of_graphs(weights, 256, 0, 512) == (2 * 4 + 2 + 4) * logits
     assert ModelRunner.bytes_of_graphs(weights, 256, 3, 512) == (2 * 2 * 4 + 2) * 4 * logits  # four rows a request
 
 
 def test_the_logits_of_graphs_with_indexers():
     weights, logits = SimpleNamespace(config=INDEXED), CONFIG.vocab_size * 256
-    assert ModelRunner.bytes_of_graphs(weights, 256, 0, 512) == (2 * 2 * 4 + 2) * logits + 4 * 512 * 256
-    assert ModelRunner.bytes_of_graphs(weights, 256, 0, 64) == (2 * 4 + 2) * logits
+    assert ModelRunner.bytes_of_graphs(weights, 256, 0, 512) == (2 * 2 * 4 + 2 + 4) * logits + 4 * 512 * 256
+    assert ModelRunner.bytes_of_graphs(weights, 256, 0, 64) == (2 * 4 + 2 + 4) * logits
 
 
 @pytest.mark.parametrize(
