@@ -10,28 +10,34 @@ pytestmark = pytest.mark.skipif(not shutil.which("chromium"), reason="needs a Ch
 LONG = 300 * "x"
 
 
-def site(folder, body):
-    (folder / "index.html").write_text(f'<!doctype html><meta name="viewport" content="width=device-width">{body}')
-    return folder
+FITS = f'<pre><code>x = 1</code></pre><div style="overflow-x: auto"><table><tr><td>{LONG}</table></div>'
+FAULTY = {  # a page's folder: its body, and a fault of it
+    "code": (f'<pre><code style="display: block; overflow: auto">{LONG}</code></pre>', "at 1280 pixels: code runs off"),
+    "wrapped": (
+        f'<pre><code style="display: block; overflow: auto; white-space: pre-wrap">{"x " * 300}</code></pre>',
+        "at 1280 pixels: code runs off (600 characters)",
+    ),
+    "table": (f'<div style="overflow: hidden"><table><tr><td>{LONG}</table></div>', "at 400 pixels: a table runs off"),
+    "wide": (f"<p>{LONG}", "at 400 pixels: the page scrolls sideways"),
+    "picture": ('<img src="http://127.0.0.1:9/x.png">', "loads http://127.0.0.1:9/x.png"),
+}
 
 
-def test_a_page_that_fits_has_no_faults(tmp_path):
-    body = f'<pre><code>x = 1</code></pre><div style="overflow-x: auto"><table><tr><td>{LONG}</table></div>'
-    assert faults(site(tmp_path, body)) == []
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> list[str]:
+    """The faults of a site of all pages: a browser takes a second to start."""
+    site = tmp_path_factory.mktemp("site")
+    for name, body in {".": FITS, **{name: body for name, (body, _) in FAULTY.items()}}.items():
+        (site / name).mkdir(exist_ok=True)
+        head = '<!doctype html><meta name="viewport" content="width=device-width">'
+        (site / name / "index.html").write_text(head + body)
+    return faults(site)
 
 
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        (f'<pre><code style="display: block; overflow: auto">{LONG}</code></pre>', ". at 1280 pixels: code runs off"),
-        (
-            f'<pre><code style="display: block; overflow: auto; white-space: pre-wrap">{"x " * 300}</code></pre>',
-            ". at 1280 pixels: code runs off (600 characters)",
-        ),
-        (f'<div style="overflow: hidden"><table><tr><td>{LONG}</table></div>', ". at 400 pixels: a table runs off"),
-        (f"<p>{LONG}", ". at 400 pixels: the page scrolls sideways"),
-        ('<img src="http://127.0.0.1:9/x.png">', ". loads http://127.0.0.1:9/x.png"),
-    ],
-)
-def test_each_fault_is_found(tmp_path, body, expected):
-    assert any(line.startswith(expected) for line in faults(site(tmp_path, body)))
+def test_a_page_that_fits_has_no_faults(found):
+    assert [line for line in found if line.startswith(". ")] == []
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_each_fault_is_found(found, name):
+    assert any(line.startswith(f"{name} {FAULTY[name][1]}") for line in found)

@@ -6,7 +6,7 @@ Shapes: T tokens, D model, I intermediate, E experts, K chosen experts.
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -248,14 +248,21 @@ def gradients_of_experts(recipe: Recipe, x_TD: Tensor, dy_TD: Tensor, expert_T: 
     return m.gate_up.grad, m.down.grad
 
 
+@cache
+def some_gradients_of_experts(recipe: Recipe) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Inputs, output gradients and experts of tokens, and the gradients of the experts' weights."""
+    generator = torch.Generator().manual_seed(4)
+    expert_T = torch.randint(0, E, (2 * T,), generator=generator)
+    x, dy = torch.randn(2, 2 * T, D, generator=generator)
+    return x, dy, expert_T, gradients_of_experts(recipe, x, dy, expert_T)
+
+
 @every_fused
 @given(value=st.sampled_from([1e3, -1e20, float("inf"), float("nan")]), of_dy=st.booleans(), data=st.data())
 @settings(max_examples=20)
 def test_no_value_of_an_expert_changes_another_experts_gradients(recipe, value, of_dy, data):
-    generator = torch.Generator().manual_seed(4)
-    expert_T = torch.randint(0, E, (2 * T,), generator=generator)
-    x, dy = torch.randn(2, 2 * T, D, generator=generator)
-    expected = gradients_of_experts(recipe, x, dy, expert_T)
+    x, dy, expert_T, expected = some_gradients_of_experts(recipe)
+    x, dy = x.clone(), dy.clone()
     token, channel = data.draw(st.integers(0, 2 * T - 1)), data.draw(st.integers(0, D - 1))
     (dy if of_dy else x)[token, channel] = value
     others = torch.arange(E) != expert_T[token]
