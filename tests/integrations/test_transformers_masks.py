@@ -94,7 +94,9 @@ def test_padded_tokens_are_masked():
     torch.testing.assert_close(logits[mask == 1], expected[mask == 1], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(("window", "is_masked"), [(8, True), (24, True), (25, False)])
+@pytest.mark.parametrize(
+    ("window", "is_masked"), [pytest.param(8, True, marks=pytest.mark.exhaustive), (24, True), (25, False)]
+)
 def test_a_window_that_is_shorter_than_the_text_is_a_mask(window: int, is_masked: bool):
     model = apply_recipe(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=window)).eval())
     arguments, _ = attention_of(model, input_ids=TOKENS)

@@ -20,6 +20,8 @@ MESHES = {
     2: ["nvshmem_peers", "ranks", "peers"],
     4: ["nvshmem_peers", "ranks", "peers", "nodes", "node_peers"],
 }
+SEVERAL_EXCHANGES = {"recomputed", "interleaved", "two_passes", "second_derivative", "observed", "overlap"}
+FEW = {"gate", "drawn", "more_than_a_tile", "no_tokens"}  # a recipe's cases that are not exhaustive for all peers
 NAMES = {world: list(expert_cases.cases(world, [], dict.fromkeys(meshes))) for world, meshes in MESHES.items()}
 
 
@@ -39,17 +41,22 @@ def draw(world: int) -> list[Tokens]:
 
 
 def is_further(world: int, name: str) -> bool:
-    """Whether other cases show the same: two peers or peers of nodes for four peers, FP8 for other recipes of peers.
+    """Whether other cases show the same.
 
-    What calls an exchange several times, or differentiates it in another way, is shown by two peers for NVSHMEM, too.
+    For four peers these are two peers, and peers of nodes; for NVSHMEM and peers of nodes two peers, but for FEW; for
+    other recipes of peers FP8. For four ranks without peers two ranks show each recipe's rows, and what calls an
+    exchange several times or differentiates it in another way.
     """
+    what, _, of = name.rpartition("-")
+    kind, _, mode = what.partition("-")
+    if world == 4 and of in ("peers", "nvshmem_peers"):
+        return True
+    if of in ("nvshmem_peers", "node_peers"):
+        return kind in SEVERAL_EXCHANGES or (mode != "" and kind not in FEW)
     if world == 4:
-        return name.endswith(("-peers", "-nvshmem_peers"))
-    if name.endswith("-nvshmem_peers"):
-        return name.startswith(("recomputed", "interleaved", "two_passes", "second_derivative", "observed", "overlap"))
-    return name.endswith(("-fp32-peers", "-fp8_unfused-peers")) and not name.startswith(
-        ("gate", "overlap", "recomputed")
-    )
+        is_another_recipe = mode in ("fp8_unfused", "fp8_in_fp32", "bf16") and kind not in ("gate", "overlap")
+        return is_another_recipe or (of == "ranks" and kind in SEVERAL_EXCHANGES)
+    return of == "peers" and mode in ("fp32", "fp8_unfused") and kind not in ("gate", "overlap", "recomputed")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import inspect
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,14 +60,19 @@ FURTHER_RECIPES = {
 }  # fmt: skip
 
 
-def every_recipe(is_tested: Callable[[Recipe], bool] = lambda recipe: True) -> pytest.MarkDecorator:
+STATELESS_RECIPES = {"bf16", "int8_tiles"}  # with no state but weights and moments, as deepseek_v3
+
+
+def every_recipe(
+    is_tested: Callable[[Recipe], bool] = lambda recipe: True, further: Collection[str] = ()
+) -> pytest.MarkDecorator:
     """Test with each recipe for which `is_tested` is true, of those that `MICRO` takes.
 
-    The further ones are exhaustive.
+    `FURTHER_RECIPES` and the further ones are exhaustive.
     """
     recipes = [recipe for recipe in map(Recipe.named, Recipe.names()) if not recipe.batch_invariant]
     names = [recipe.name for recipe in recipes if is_tested(recipe)]
-    marks = [[pytest.mark.exhaustive] if name in FURTHER_RECIPES else [] for name in names]
+    marks = [[pytest.mark.exhaustive] if name in {*FURTHER_RECIPES, *further} else [] for name in names]
     return pytest.mark.parametrize("recipe", [pytest.param(n, marks=m) for n, m in zip(names, marks, strict=True)])
 
 

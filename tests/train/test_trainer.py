@@ -21,7 +21,7 @@ from octile.train.config import OptimConfig
 from octile.train.step.progress import schedule
 from octile.train.strategy.single import Strategy
 from octile.train.trainer import Trainer
-from tests.train.conftest import every_recipe, micro
+from tests.train.conftest import STATELESS_RECIPES, every_recipe, micro
 
 
 def run(trainer, steps):
@@ -317,7 +317,7 @@ def test_a_loss_scale_that_overflows_skips_the_step_and_backs_off(new_trainer):
     assert torch.equal(trainer.model.lm_head.weight, before["lm_head.weight"])
 
 
-@every_recipe()
+@every_recipe(further=STATELESS_RECIPES)
 def test_validation_and_diagnostics_change_nothing(new_trainer, recipe):
     observed, unobserved = new_trainer(recipe=recipe), new_trainer(recipe=recipe)
     observed.step()

@@ -40,6 +40,7 @@ def first_plans(compile_plan: Callable[..., CompiledKernel]) -> Callable[..., Co
     return compile_first
 
 
+@pytest.mark.exhaustive  # as are further plans of each kernel below
 def test_kernels_for_the_rows_of_inference_do_not_spill():
     chosen = {choose(problem(case), Chip(132)) for case in MIDDLE}
     assert [config for config in chosen if compile_gemm("", config).stack_bytes] == []

@@ -72,6 +72,7 @@ def test_a_row_of_parts_does_not_depend_on_other_rows(
         assert torch.equal(alone[0], together[row])
 
 
+@pytest.mark.each_pair
 @pytest.mark.usefixtures("new_memory_is_nan")
 @pytest.mark.parametrize("gpu", EVERY_GPU, indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

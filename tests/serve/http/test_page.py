@@ -131,7 +131,7 @@ def test_an_empty_number_of_new_tokens_is_the_rest_of_the_context(serve, open_pa
     sync_api.expect(page.locator(".facts")).to_contain_text("limit of tokens")
 
 
-@pytest.mark.parametrize("width", [320, 390, 1280])
+@pytest.mark.parametrize("width", [320, pytest.param(390, marks=pytest.mark.exhaustive), 1280])
 def test_controls_of_a_row_are_in_line_and_show_their_text(serve, open_page, width):
     page = open_page(serve(), viewport={"width": width, "height": 844})
     page.get_by_label("mode").select_option("text")

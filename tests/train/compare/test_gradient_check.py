@@ -7,7 +7,7 @@ import torch
 
 from octile.train.compare.gradient_check import check_gradients, parse_steps
 from octile.train.memory.cpu import LiveTensors
-from tests.train.conftest import every_recipe
+from tests.train.conftest import STATELESS_RECIPES, every_recipe
 
 
 def test_bf16_compared_with_itself_is_equal(new_trainer):
@@ -38,7 +38,7 @@ def test_fp8_changes_the_direction_of_the_gradient_a_little(new_trainer):
     assert 0.5 < check_gradients(new_trainer(recipe="deepseek_v3")).whole().degrees < 30
 
 
-@every_recipe()
+@every_recipe(further=STATELESS_RECIPES)
 def test_the_check_does_not_change_the_run(new_trainer, recipe):
     unchecked, checked = new_trainer(recipe=recipe), new_trainer(recipe=recipe)
     for trainer in (unchecked, checked):

@@ -277,6 +277,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", [*FILES, MANIFEST])
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_entry_is_built_again_with_a_warning(source, preparation, cache, caplog, name, damage):

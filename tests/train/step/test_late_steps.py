@@ -23,7 +23,14 @@ from octile.train.step import clock, launched
 from octile.train.strategy import single as module
 from octile.train.strategy.single import Strategy
 from octile.train.trainer import Trainer
-from tests.train.conftest import collect_steps_by, every_recipe, micro, silent_console, write_no_report
+from tests.train.conftest import (
+    STATELESS_RECIPES,
+    collect_steps_by,
+    every_recipe,
+    micro,
+    silent_console,
+    write_no_report,
+)
 from tests.train.run.test_bad_days import break_gradients, copy_state, have_same_bits
 from tests.train.test_loop import RULES
 
@@ -62,7 +69,7 @@ def break_loss(trainer: Trainer, step: int) -> None:
     )
 
 
-@every_recipe(lambda recipe: recipe.loss_scale is None)
+@every_recipe(lambda recipe: recipe.loss_scale is None, further=STATELESS_RECIPES)
 def test_steps_that_are_collected_late_are_those_that_are_collected_at_once(store, recipe):
     at_once, late = new(store, recipe=recipe), new(store, recipe=recipe)
     for trainer in (at_once, late):

@@ -9,7 +9,8 @@ import pytest
 from tests.train.strategy import rank_cases
 from tests.worlds import Failures, assert_passed, start_once, start_ranks
 
-FURTHER = {  # of two ranks, with what shows the same
+FURTHER = {  # with what shows the same
+    "equal_run-4-2": "equal_run-2-2, and moved-4-2, whose steps and state are those of one process, too",
     "moved-2-2": "moved-4-2, whose experts are spread and copied, and test_moved_runs, whose are only spread",
     "captured_late": "late_weights-deepseek_v3",  # nothing is captured on a CPU
     "late_weights-2": "late_weights-1 and late_weights-deepseek_v3, of spread experts",
