@@ -38,4 +38,8 @@ COMMANDS = {
     "rollout": Command(
         "octile.lab.pages.rollout", "Compare the probabilities of served tokens with those of training, bit for bit."
     ),
+    "recompute": Command(
+        "octile.lab.pages.recompute",
+        "Recompute a rollout that another machine has recorded, and find the operators that differ.",
+    ),
 }

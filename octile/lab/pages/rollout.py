@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import torch
 from rich.progress import Progress
 
+from octile.checkpoint.files import check_output_file
 from octile.options import Positional
 from octile.report.console import Console
 from octile.report.table import Table, screen_table
@@ -52,6 +53,7 @@ class Options:
         max_step_tokens: tokens of one forward pass of the engine; longer prompts are prefilled in chunks.
         text: the text that prompts are cut from: a text file, a folder, hf:NAME, stdlib or packages.
         seed: determines prompts and samples.
+        record: a file for octile lab recompute, with the texts and the operators of a training forward pass.
         json: print JSON.
 
     Raises:
@@ -67,6 +69,7 @@ class Options:
     max_step_tokens: Annotated[int, Range(at_least=1, at_most=2**20)] = 512
     text: str = "stdlib"
     seed: int = 0
+    record: Path | None = None
     json: bool = False
 
     def __post_init__(self) -> None:
@@ -83,12 +86,15 @@ def run(options: Options) -> None:
     """
     from octile.checkpoint.hugging_face import load
     from octile.lab.pages.preflight import read_tokens
+    from octile.lab.operators import record
     from octile.lab.rollout import InexactError, compare, draw_prompts, find_difference, first_to_search
     from octile.parallel.device import pick_device
     from octile.serve.runner.model_runner import ModelRunner
     from octile.serve.weights.load import Folder
 
     folder, device = Folder.open(options.model), pick_device("auto")
+    if options.record is not None:
+        check_output_file("record", options.record)
     room = folder.model.max_position_embeddings - options.new_tokens
     if room < 1:
         raise ValueError(
@@ -107,6 +113,8 @@ def run(options: Options) -> None:
     model = load(options.model, device=device)
     with _progress(options, "training", count) as advance:
         found = compare(model, texts, advance)
+    if options.record is not None:
+        record(model, texts).save(options.record)
     n_pages = -(-max(len(text.prompt) + len(text.tokens) for text in texts) // ModelRunner.page_size)
     how = cache.format, 0, engine.batch_invariant
     without_graphs = ModelRunner(weights, n_pages, *how, max_step_tokens=0)
@@ -121,6 +129,8 @@ def run(options: Options) -> None:
         console.print_line(f"engine:   {mode}, {engine.max_batch} texts at once, {format_count(count, 'text')}")
         console.print(screen_table(table(found)))
         console.print_line(describe(found, difference))
+        if options.record is not None:
+            console.print_line(f"recorded: {options.record}; octile lab recompute {options.model} {options.record}")
     if mode == "exact" and (difference or any(each.equal < each.tokens for each in found)):
         raise InexactError(f"{options.model} is served in exact mode, but not with the bits of training")
 

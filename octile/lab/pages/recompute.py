@@ -1,0 +1,188 @@
+"""`octile lab recompute`: whether this machine's CPU computes what another machine has recorded, operator by operator."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from rich.progress import Progress
+from torch import Tensor
+
+from octile.options import Positional
+from octile.report.console import Console
+from octile.report.table import Table, screen_table
+from octile.text import format_count
+
+if TYPE_CHECKING:
+    from octile.lab.operators import Comparison, Compute, Recording
+    from octile.models.deepseek_v3 import DeepseekV3
+
+
+@dataclass(frozen=True)
+class Options:
+    """Recompute on this machine's CPU what `octile lab rollout --record` has recorded on another one.
+
+    Attributes:
+        model: the run or Hugging Face folder that was recorded.
+        recording: the file.
+        json: print JSON.
+    """
+
+    model: Positional[Path]
+    recording: Positional[Path]
+    json: bool = False
+
+
+class Way(NamedTuple):
+    """How operators are computed.
+
+    Attributes:
+        name: for tables.
+        compute: computes an operator.
+        context: is entered meanwhile.
+    """
+
+    name: str
+    compute: Compute
+    context: Callable[[], AbstractContextManager[None]]
+
+
+class Agreement(NamedTuple):
+    """How far log-probabilities agree with the recorded ones.
+
+    Attributes:
+        sums: the way in which they were computed.
+        tokens, equal: how many there are, and how many have equal bits.
+        mean, largest: the mean and the largest magnitude of the differences, in nats.
+    """
+
+    sums: str
+    tokens: int
+    equal: int
+    mean: float
+    largest: float
+
+
+def run(options: Options) -> None:
+    """Recompute operators and log-probabilities, and show how far they agree.
+
+    Raises:
+        FileNotFoundError, ValueError: the model or the recording cannot be read, or they do not belong together.
+    """
+    from octile.checkpoint.hugging_face import load
+    from octile.lab.operators import Recording, recompute, weights_digest
+
+    recording = Recording.load(options.recording)
+    model = load(options.model)
+    if weights_digest(model) != recording.weights:
+        raise ValueError(f"recording {options.recording} is not of {options.model}: the weights are others")
+    agreements, comparisons = [], []
+    for way in ways():
+        with way.context():
+            with _progress(options, f"operators, {way.name}", len(recording.calls)) as advance:
+                comparisons.append(recompute(recording, model, way.compute, advance))
+            with _progress(options, f"texts, {way.name}", len(recording.texts)) as advance:
+                agreements.append(_compare(recording, model, way, advance))
+    if options.json:
+        rows = [[asdict(each) for each in found] for found in comparisons]
+        names = [way.name for way in ways()]
+        found = {
+            "device": recording.device,
+            "log_probs": [each._asdict() for each in agreements],
+            "operators": dict(zip(names, rows, strict=True)),
+        }
+        print(json.dumps(found, indent=1))
+        return
+    console = Console()
+    console.print_line(
+        f"recorded on {recording.device}: {format_count(len(recording.texts), 'text')}, "
+        f"{format_count(len(recording.calls), 'operator call')}"
+    )
+    console.print(screen_table(log_probs_table(agreements)))
+    console.print(screen_table(operators_table(comparisons)))
+    console.print_line(describe(comparisons))
+
+
+def ways() -> Sequence[Way]:
+    """Return how operators are computed: as on this machine, and with Hopper's sums."""
+    from octile.lab import hopper_sums
+    from octile.lab.operators import as_called
+
+    return (
+        Way("this CPU's", as_called, nullcontext),
+        Way("Hopper's", hopper_sums.compute, hopper_sums.hopper_fp8),
+    )
+
+
+def _compare(recording: Recording, model: DeepseekV3, way: Way, advance: Callable[[int], object]) -> Agreement:
+    """Compute the log-probabilities of all texts, and compare them with the recorded ones."""
+    from octile.lab.operators import count_equal, log_probs
+
+    expected, actual = list[Tensor](), list[Tensor]()
+    for text in recording.texts:
+        expected.append(torch.tensor([*text.read, *text.decoded], dtype=torch.float32))
+        actual.append(log_probs(model, text, way.compute))
+        advance(1)
+    return Agreement(way.name, *count_equal(expected, actual))
+
+
+@contextmanager
+def _progress(options: Options, what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on a terminal; what it yields is called with how much is done in addition."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=options.json or not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda n: progress.advance(task, n)
+
+
+def log_probs_table(found: Sequence[Agreement]) -> Table:
+    """Return the agreement of log-probabilities as a table."""
+    columns = ("log-probabilities, sums", "compared", "equal bits", "mean |Δ|, nats", "largest |Δ|")
+    rows = [
+        (each.sums, f"{each.tokens:,}", f"{each.equal:,}", f"{each.mean:.2g}", f"{each.largest:.2g}") for each in found
+    ]
+    return Table(columns, rows)
+
+
+def operators_table(comparisons: Sequence[Sequence[Comparison]]) -> Table:
+    """Return the operators that differ from what was recorded, as a table; the last row counts the others."""
+    columns = ("operator", "values", "equal, this CPU's sums", "equal, Hopper's", "neighbors", "largest |Δ|", "first in")
+    rows: list[tuple[Any, ...]] = []
+    equal = 0
+    for own, hopper in zip(*comparisons, strict=True):
+        if all(each.equal == each.values and each.error is None for each in (own, hopper)):
+            equal += 1
+            continue
+        first = next((f"{each.first[1]}" for each in (hopper, own) if each.first is not None), "–")
+        rows.append(
+            (
+                own.operator.removeprefix("octile."),
+                f"{own.values:,}",
+                own.error or f"{own.equal:,}",
+                hopper.error or f"{hopper.equal:,}",
+                f"{hopper.near:,}",
+                f"{hopper.largest:.1e}",
+                first,
+            )
+        )
+    if equal:
+        rows.append((f"{equal} other results", "", "all", "all", "", "", ""))
+    return Table(columns, rows)
+
+
+def describe(comparisons: Sequence[Sequence[Comparison]]) -> str:
+    """Say which operator is the first whose result differs, with Hopper's sums."""
+    found = [(each.first, each) for each in comparisons[-1] if each.first is not None]
+    if not found:
+        return "With Hopper's sums all operators have the recorded bits."
+    (_, place), first = min(found, key=lambda pair: pair[0])
+    name = first.operator.removeprefix("octile.")
+    return (
+        f"With Hopper's sums the first operator with other bits is {name}, in {place}. In all its calls "
+        f"{first.values - first.equal:,} of {first.values:,} values differ."
+    )
