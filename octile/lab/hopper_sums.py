@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -104,11 +105,11 @@ def _is_modeled(args: Sequence[Any]) -> bool:
 def attend(
     q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend as `paged_attention_with_lse`, [T, H, C] and [T, H]: each text's rows at once, KEYS positions at a time."""
+    """Attend as `paged_attention_with_lse`: o [T, H, C] and lse [T, H]; a text's rows at once, KEYS keys at a time."""
     o_THC = q.new_zeros(*q.shape[:2], latent_dim)
     lse_TH = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
     firsts = [0, *((pages[1:] != pages[:-1]).any(1).nonzero()[:, 0] + 1).tolist(), len(q)]
-    for first, end in zip(firsts[:-1], firsts[1:], strict=True):
+    for first, end in pairwise(firsts):
         rows = slice(first, end)
         o_THC[rows], lse_TH[rows] = _attend_text(q[rows], cache, pages[first], lengths[rows], latent_dim, scale)
     return o_THC, lse_TH

@@ -1,8 +1,9 @@
 """The operators of a forward pass: recorded on one device with their arguments and results, recomputed on another.
 
-A recording is one safetensors file: texts with the log-probabilities of their tokens, and of a few tokens every operator
-that torch's dispatcher has called, octile's and torch's, with the values before and after it. Operators that make no
-numbers (views, empty tensors) are left out. A weight of the model is named, not stored. Equal tensors are stored once.
+A recording is one safetensors file. It has texts with the log-probabilities of their tokens, and of a few tokens every
+operator that torch's dispatcher has called, octile's and torch's, with the values before and after it. Operators that
+make no numbers (views, copies, empty tensors) are left out. A weight of the model is named, not stored. Equal tensors
+are stored once.
 
 Each operator is recomputed from the recorded arguments, so that a difference is its own. The first one that differs is
 also the first that differs in a whole forward pass, since all arguments before it are equal.
@@ -408,5 +409,3 @@ def count_equal(expected: Iterable[Tensor], actual: Iterable[Tensor]) -> tuple[i
     d = (a.double() - b.double()).abs()
     n_equal = int((ordered(a) == ordered(b)).sum())
     return len(a), n_equal, float(d.mean()) if len(a) else 0.0, float(d.max()) if len(a) else 0.0
-
-

@@ -1,4 +1,4 @@
-"""`octile lab recompute`: whether this machine's CPU computes what another machine has recorded, operator by operator."""
+"""`octile lab recompute`: whether a CPU computes what another machine has recorded, operator by operator."""
 
 from __future__ import annotations
 
@@ -151,7 +151,15 @@ def log_probs_table(found: Sequence[Agreement]) -> Table:
 
 def operators_table(comparisons: Sequence[Sequence[Comparison]]) -> Table:
     """Return the operators that differ from what was recorded, as a table; the last row counts the others."""
-    columns = ("operator", "values", "equal, this CPU's sums", "equal, Hopper's", "neighbors", "largest |Δ|", "first in")
+    columns = (
+        "operator",
+        "values",
+        "equal, this CPU's sums",
+        "equal, Hopper's",
+        "neighbors",
+        "largest |Δ|",
+        "first in",
+    )
     rows: list[tuple[Any, ...]] = []
     equal = 0
     for own, hopper in zip(*comparisons, strict=True):

@@ -85,8 +85,8 @@ def run(options: Options) -> None:
         InexactError: the engine is in exact mode, and they differ.
     """
     from octile.checkpoint.hugging_face import load
-    from octile.lab.pages.preflight import read_tokens
     from octile.lab.operators import record
+    from octile.lab.pages.preflight import read_tokens
     from octile.lab.rollout import InexactError, compare, draw_prompts, find_difference, first_to_search
     from octile.parallel.device import pick_device
     from octile.serve.runner.model_runner import ModelRunner
