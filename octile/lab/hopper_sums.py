@@ -14,10 +14,10 @@ Shapes: T rows, H heads, L positions, C latent, W = C + rotary key.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,23 @@ CHUNK, WIDE = 512, 2048  # as in `octile.kernels.triton.row_invariant`, which a 
 TERMS = 3  # of an FP32 weight
 KEYS, MAX_LATENT = 64, 256  # as in `octile.kernels.triton.paged_attention`, of rows that attend together
 LOG2E = 1.4426950408889634
+
+
+class Softmax(NamedTuple):
+    """What the softmax of attention is made of.
+
+    Attributes:
+        exp2: 2ˣ.
+        sum: sums rows of `KEYS` columns.
+        divide: a / b.
+    """
+
+    exp2: Callable[[Tensor], Tensor]
+    sum: Callable[[Tensor], Tensor]
+    divide: Callable[[Tensor, Tensor], Tensor]
+
+
+OWN_SOFTMAX = Softmax(torch.exp2, lambda values_RK: values_RK.sum(1), torch.div)  # of this machine
 
 
 @contextmanager
@@ -53,9 +70,9 @@ def compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if func is row_invariant_matmul_nt_out.overload and _are_bf16(*args[1:3]):
         args[0].copy_(multiply(*args[1:3]))
         return None
-    if func is gate.overload and _are_bf16(args[0]) and len(args) > 10 and args[10]:
+    if func is gate.overload and is_row_invariant_gate(args):
         return choose_experts(*args[:10])
-    if func in (paged_attention.overload, paged_attention_with_lse.overload) and _is_modeled(args):
+    if func in (paged_attention.overload, paged_attention_with_lse.overload) and is_modeled(args):
         results = attend(*args[:6])
         return results if func is paged_attention_with_lse.overload else results[0]
     return func(*args, **kwargs)
@@ -76,21 +93,32 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
-def choose_experts(
-    x: Tensor, weight: Tensor, bias: Tensor | None, n_chosen: int, n_group: int, topk_group: int, best: int,
-    scoring_func: str, norm_topk_prob: bool, routed_scaling_factor: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Choose experts as `octile.ops.gate.gate` with row_invariant, from logits that tensor cores have summed."""
+def is_row_invariant_gate(args: Sequence[Any]) -> bool:
+    """Whether arguments are those of a gate in exact mode with activations in BF16."""
+    return _are_bf16(args[0]) and len(args) > 10 and bool(args[10])
+
+
+def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply x[T, D] in BF16 by the terms of a gate's weight [E, D], and add the products: float32 [T, E]."""
     terms = weight if weight.dtype == torch.bfloat16 else bfloat16_terms(weight, [*range(TERMS)])
     products = multiply(x[None], terms[None])[0].unflatten(1, (-1, len(weight)))
     logits = products[:, 0]
     for term in range(1, products.shape[1]):
         logits = logits + products[:, term]
+    return logits
+
+
+def choose_experts(
+    x: Tensor, weight: Tensor, bias: Tensor | None, n_chosen: int, n_group: int, topk_group: int, best: int,
+    scoring_func: str, norm_topk_prob: bool, routed_scaling_factor: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Choose experts as `octile.ops.gate.gate` with row_invariant, from logits that tensor cores have summed."""
+    logits = gate_logits(x, weight)
     choice = n_chosen, n_group, topk_group, best
     return *route(logits, bias, *choice, scoring_func, norm_topk_prob, routed_scaling_factor), logits
 
 
-def _is_modeled(args: Sequence[Any]) -> bool:
+def is_modeled(args: Sequence[Any]) -> bool:
     """Whether `attend` has the sums of the kernel that a GPU runs for a call of attention."""
     q, cache, _, lengths, latent_dim = args[:5]
     return (
@@ -103,7 +131,13 @@ def _is_modeled(args: Sequence[Any]) -> bool:
 
 
 def attend(
-    q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, scale: float
+    q: Tensor,
+    cache: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    latent_dim: int,
+    scale: float,
+    softmax: Softmax = OWN_SOFTMAX,
 ) -> tuple[Tensor, Tensor]:
     """Attend as `paged_attention_with_lse`: o [T, H, C] and lse [T, H]; a text's rows at once, KEYS keys at a time."""
     o_THC = q.new_zeros(*q.shape[:2], latent_dim)
@@ -111,12 +145,19 @@ def attend(
     firsts = [0, *((pages[1:] != pages[:-1]).any(1).nonzero()[:, 0] + 1).tolist(), len(q)]
     for first, end in pairwise(firsts):
         rows = slice(first, end)
-        o_THC[rows], lse_TH[rows] = _attend_text(q[rows], cache, pages[first], lengths[rows], latent_dim, scale)
+        text = q[rows], cache, pages[first], lengths[rows]
+        o_THC[rows], lse_TH[rows] = _attend_text(*text, latent_dim, scale, softmax)
     return o_THC, lse_TH
 
 
 def _attend_text(
-    q_THW: Tensor, cache: Tensor, pages: Tensor, lengths_T: Tensor, latent_dim: int, scale: float
+    q_THW: Tensor,
+    cache: Tensor,
+    pages: Tensor,
+    lengths_T: Tensor,
+    latent_dim: int,
+    scale: float,
+    softmax: Softmax,
 ) -> tuple[Tensor, Tensor]:
     t, h, _ = q_THW.shape
     n, c = int(lengths_T.max()) if t else 0, latent_dim
@@ -134,12 +175,12 @@ def _attend_text(
         is_own_RK = start + torch.arange(KEYS) < own_R[:, None]
         score_RK = (score_RK * factor).masked_fill(~is_own_RK, float("-inf"))
         new_R = torch.maximum(highest_R, score_RK.amax(1))
-        weight_RK = torch.exp2(score_RK - new_R[:, None])
-        correction_R = torch.exp2(highest_R - new_R)
-        total_R = torch.addcmul(weight_RK.sum(1), total_R, correction_R)
+        weight_RK = softmax.exp2(score_RK - new_R[:, None])
+        correction_R = softmax.exp2(highest_R - new_R)
+        total_R = (total_R.double() * correction_R + softmax.sum(weight_RK)).float()  # a fused multiply-add
         before_RC = sums_RC * correction_R[:, None]
         sums_RC = tensor_core_matmul(weight_RK.bfloat16(), keys_KW[:, :c].mT, before_RC, arch=ARCH)
         highest_R = new_R
-    result_RC = sums_RC / torch.where(total_R > 0, total_R, 1.0)[:, None] + 0.0
+    result_RC = softmax.divide(sums_RC, torch.where(total_R > 0, total_R, 1.0)[:, None]) + 0.0
     lse_R = (highest_R + total_R.log2()) * torch.tensor(0.6931471805599453)
     return result_RC.to(q_THW.dtype).view(t, h, c), lse_R.view(t, h)

@@ -33,7 +33,7 @@ from octile import __version__
 from octile.checkpoint.tensor_file import TensorFile, TensorSpec, writing
 from octile.lab.rollout import Text
 from octile.models.deepseek_v3 import DeepseekV3
-from octile.nn.fused.cross_entropy import cross_entropies
+from octile.ops.cross_entropy import cross_entropy
 from octile.ops.high_precision import without_reduced_precision_reduction
 
 FORMAT_VERSION = 1
@@ -400,7 +400,7 @@ def log_probs(model: DeepseekV3, text: Text, compute: Compute = as_called) -> Te
     tokens_BS = torch.tensor([text.prompt + text.tokens], device=device)
     with torch.autocast(device.type, torch.bfloat16), without_reduced_precision_reduction(), Computing(compute):
         logits_BSV = model(tokens_BS)
-        return (0.0 - cross_entropies(logits_BSV[:, :-1], tokens_BS[:, 1:].contiguous()))[0].cpu()
+        return (0.0 - cross_entropy(logits_BSV[0, :-1], tokens_BS[0, 1:].contiguous())[0]).cpu()
 
 
 def count_equal(expected: Iterable[Tensor], actual: Iterable[Tensor]) -> tuple[int, int, float, float]:

@@ -63,7 +63,7 @@ def test_every_part_of_the_model_is_recorded_and_weights_are_not_stored(recordin
 def test_the_same_machine_computes_the_recorded_bits(recording, model):
     found = recompute(recording, model)
     assert [each for each in found if each.equal < each.values or each.error is not None] == []
-    assert describe([found, found]) == "With Hopper's sums all operators have the recorded bits."
+    assert describe("Hopper's sums", found) == "With Hopper's sums all operators have the recorded bits."
 
 
 def test_an_operator_that_differs_is_found_with_the_place_of_its_first_call(recording, model):
@@ -81,7 +81,7 @@ def test_an_operator_that_differs_is_found_with_the_place_of_its_first_call(reco
     assert different.first is not None
     number, place = different.first
     assert (recording.calls[number].name, place) == ("octile.unpermute.default", "block 1")
-    table = operators_table([list(found.values())] * 2)
+    table = operators_table(["one", "two"], [list(found.values())] * 2)
     assert [row[0] for row in table.rows] == ["unpermute", f"{len(found) - 1} other results"]
 
 
@@ -147,7 +147,7 @@ def test_the_commands_record_and_recompute(capsys, folders, monkeypatch):
     code, out, _ = call(capsys, "lab", "recompute", "exact", "r.safetensors", "--json")
     found = json.loads(out)
     assert code == 0
-    assert [each["sums"] for each in found["log_probs"]] == ["this CPU's", "Hopper's"] == list(found["operators"])
+    assert [each["sums"] for each in found["log_probs"]] == ["this CPU's", "Hopper's sums"] == list(found["operators"])
     own = found["operators"]["this CPU's"]
     assert all(each["equal"] == each["values"] and each["error"] is None for each in own)
 

@@ -30,11 +30,14 @@ class Options:
     Attributes:
         model: the run or Hugging Face folder that was recorded.
         recording: the file.
+        functions: a file of the approximate functions of that GPU (.npz), with which its exponential, reciprocals and
+            orders of sums are computed, too.
         json: print JSON.
     """
 
     model: Positional[Path]
     recording: Positional[Path]
+    functions: Path | None = None
     json: bool = False
 
 
@@ -77,12 +80,12 @@ def run(options: Options) -> None:
     from octile.checkpoint.hugging_face import load
     from octile.lab.operators import Recording, recompute, weights_digest
 
-    recording = Recording.load(options.recording)
+    recording, used = Recording.load(options.recording), ways(options.functions)
     model = load(options.model)
     if weights_digest(model) != recording.weights:
         raise ValueError(f"recording {options.recording} is not of {options.model}: the weights are others")
     agreements, comparisons = [], []
-    for way in ways():
+    for way in used:
         with way.context():
             with _progress(options, f"operators, {way.name}", len(recording.calls)) as advance:
                 comparisons.append(recompute(recording, model, way.compute, advance))
@@ -90,7 +93,7 @@ def run(options: Options) -> None:
                 agreements.append(_compare(recording, model, way, advance))
     if options.json:
         rows = [[asdict(each) for each in found] for found in comparisons]
-        names = [way.name for way in ways()]
+        names = [way.name for way in used]
         found = {
             "device": recording.device,
             "log_probs": [each._asdict() for each in agreements],
@@ -104,19 +107,29 @@ def run(options: Options) -> None:
         f"{format_count(len(recording.calls), 'operator call')}"
     )
     console.print(screen_table(log_probs_table(agreements)))
-    console.print(screen_table(operators_table(comparisons)))
-    console.print_line(describe(comparisons))
+    names = [way.name for way in used]
+    console.print(screen_table(operators_table(names, comparisons)))
+    console.print_line(describe(names[-1], comparisons[-1]))
 
 
-def ways() -> Sequence[Way]:
-    """Return how operators are computed: as on this machine, and with Hopper's sums."""
+def ways(functions: Path | None) -> Sequence[Way]:
+    """Return how operators are computed: as on this machine, with Hopper's sums, and with a GPU's functions, too.
+
+    Raises:
+        FileNotFoundError, ValueError: the functions cannot be read.
+    """
     from octile.lab import hopper_sums
+    from octile.lab.hopper_functions import HopperFunctions
     from octile.lab.operators import as_called
 
-    return (
+    found = [
         Way("this CPU's", as_called, nullcontext),
-        Way("Hopper's", hopper_sums.compute, hopper_sums.hopper_fp8),
-    )
+        Way("Hopper's sums", hopper_sums.compute, hopper_sums.hopper_fp8),
+    ]
+    if functions is not None:
+        compute = HopperFunctions.load(functions).compute
+        found.append(Way("sums and functions", compute, hopper_sums.hopper_fp8))
+    return found
 
 
 def _compare(recording: Recording, model: DeepseekV3, way: Way, advance: Callable[[int], object]) -> Agreement:
@@ -149,48 +162,41 @@ def log_probs_table(found: Sequence[Agreement]) -> Table:
     return Table(columns, rows)
 
 
-def operators_table(comparisons: Sequence[Sequence[Comparison]]) -> Table:
-    """Return the operators that differ from what was recorded, as a table; the last row counts the others."""
-    columns = (
-        "operator",
-        "values",
-        "equal, this CPU's sums",
-        "equal, Hopper's",
-        "neighbors",
-        "largest |Δ|",
-        "first in",
-    )
+def operators_table(names: Sequence[str], comparisons: Sequence[Sequence[Comparison]]) -> Table:
+    """Return the operators that differ from what was recorded, as a table; the last row counts the others.
+
+    Args:
+        names: the ways in which they were computed.
+        comparisons: of each way those of all operators. Neighbors and the largest difference are those of the last.
+    """
+    columns = ("operator", "values", *(f"equal, {name}" for name in names), "neighbors", "largest |Δ|", "first in")
     rows: list[tuple[Any, ...]] = []
     equal = 0
-    for own, hopper in zip(*comparisons, strict=True):
-        if all(each.equal == each.values and each.error is None for each in (own, hopper)):
+    for found in zip(*comparisons, strict=True):
+        if all(each.equal == each.values and each.error is None for each in found):
             equal += 1
             continue
-        first = next((f"{each.first[1]}" for each in (hopper, own) if each.first is not None), "–")
-        rows.append(
-            (
-                own.operator.removeprefix("octile."),
-                f"{own.values:,}",
-                own.error or f"{own.equal:,}",
-                hopper.error or f"{hopper.equal:,}",
-                f"{hopper.near:,}",
-                f"{hopper.largest:.1e}",
-                first,
-            )
+        last = found[-1]
+        first = next((each.first[1] for each in reversed(found) if each.first is not None), "–")
+        row = (
+            last.operator.removeprefix("octile."),
+            f"{last.values:,}",
+            *(each.error or f"{each.equal:,}" for each in found),
         )
+        rows.append((*row, f"{last.near:,}", f"{last.largest:.1e}", first))
     if equal:
-        rows.append((f"{equal} other results", "", "all", "all", "", "", ""))
+        rows.append((f"{equal} other results", "", *("all" for _ in names), "", "", ""))
     return Table(columns, rows)
 
 
-def describe(comparisons: Sequence[Sequence[Comparison]]) -> str:
-    """Say which operator is the first whose result differs, with Hopper's sums."""
-    found = [(each.first, each) for each in comparisons[-1] if each.first is not None]
+def describe(name: str, comparisons: Sequence[Comparison]) -> str:
+    """Say which operator is the first whose result differs, computed in the way of this name."""
+    found = [(each.first, each) for each in comparisons if each.first is not None]
     if not found:
-        return "With Hopper's sums all operators have the recorded bits."
+        return f"With {name} all operators have the recorded bits."
     (_, place), first = min(found, key=lambda pair: pair[0])
-    name = first.operator.removeprefix("octile.")
+    operator = first.operator.removeprefix("octile.")
     return (
-        f"With Hopper's sums the first operator with other bits is {name}, in {place}. In all its calls "
+        f"With {name} the first operator with other bits is {operator}, in {place}. In all its calls "
         f"{first.values - first.equal:,} of {first.values:,} values differ."
     )
