@@ -1,4 +1,4 @@
-"""Operators of exact mode with a Hopper GPU's own exponential, reciprocals and orders of sums, beside its tensor core.
+"""Operators of exact mode with a Hopper GPU's own exponential, reciprocals, orders of sums and tensor core.
 
 A GPU approximates 2ˣ, 1 / x and 1 / √x by instructions of which nobody has published the bits. A table that was
 recorded on one has how far each significand's result is from the correctly rounded one. With it, and with the order in
@@ -186,9 +186,9 @@ class HopperFunctions:
             vectors = self.exp(block - largest[:, None]).unflatten(1, (-1, VECTOR))
             sums = sums * self.exp(before - largest)[:, None] + tree(vectors)
         threads = min(warps * LANES, columns // VECTOR)
-        of_threads = tree(sums.unflatten(1, (-1, threads)).mT)
-        of_warps = fold(of_threads.unflatten(1, (-1, min(LANES, threads))))
-        lse = largest + log(fold(of_warps))
+        by_thread = tree(sums.unflatten(1, (-1, threads)).mT)
+        by_warp = fold(by_thread.unflatten(1, (-1, min(LANES, threads))))
+        lse = largest + log(fold(by_warp))
         losses = lse - logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]
         return torch.where(labels == IGNORED, 0.0, losses), lse
 
@@ -210,8 +210,8 @@ def fold(values: Tensor) -> Tensor:
 
 def _sum_of_scores(values_RK: Tensor) -> Tensor:
     """Sum rows of 64 columns in the layout of wgmma's accumulator: a lane has two of each eight columns."""
-    of_lanes_R4E = values_RK.unflatten(1, (-1, 4, 2)).transpose(1, 2).flatten(2)
-    return fold(tree(of_lanes_R4E))
+    by_lane_R4E = values_RK.unflatten(1, (-1, 4, 2)).transpose(1, 2).flatten(2)
+    return fold(tree(by_lane_R4E))
 
 
 def log(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Operators of exact mode computed on any machine with the sums of a Hopper GPU: its tensor core, its order of sums.
+"""Operators of exact mode computed on any machine as a Hopper GPU adds up: its tensor core, its order of sums.
 
     FP8 GEMMs                            wgmma, promotion every 128 products
     GEMMs in BF16 of independent rows    wgmma in steps of 16 along K; parts of 512, added in FP32
@@ -119,7 +119,7 @@ def choose_experts(
 
 
 def is_modeled(args: Sequence[Any]) -> bool:
-    """Whether `attend` has the sums of the kernel that a GPU runs for a call of attention."""
+    """Whether `attend` adds up a call of attention as the kernel that a GPU runs for it."""
     q, cache, _, lengths, latent_dim = args[:5]
     return (
         _are_bf16(q, cache)

@@ -143,7 +143,7 @@ def record(model: DeepseekV3, texts: Sequence[Text], n_recorded: int = 1) -> Rec
     Args:
         model: in evaluation mode, whose forward pass is that of training.
         texts: whose log-probabilities an engine, or this model, has computed.
-        n_recorded: of so many texts operators are recorded, `RECORDED_TOKENS` of each.
+        n_recorded: texts whose operators are recorded, for `RECORDED_TOKENS` tokens of each.
     """
     device = model.lm_head.weight.device
     recorder = _Recorder(model)

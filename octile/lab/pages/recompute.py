@@ -167,7 +167,7 @@ def operators_table(names: Sequence[str], comparisons: Sequence[Sequence[Compari
 
     Args:
         names: the ways in which they were computed.
-        comparisons: of each way those of all operators. Neighbors and the largest difference are those of the last.
+        comparisons: all operators in each way. Neighbors and the largest difference are those of the last way.
     """
     columns = ("operator", "values", *(f"equal, {name}" for name in names), "neighbors", "largest |Δ|", "first in")
     rows: list[tuple[Any, ...]] = []
