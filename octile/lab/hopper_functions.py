@@ -4,7 +4,7 @@ A GPU approximates 2ˣ, 1 / x and 1 / √x by instructions of which nobody has p
 recorded on one has how far each significand's result is from the correctly rounded one. With it, and with the order in
 which Triton's reductions sum, norms, SwiGLU, the gate, the softmax of attention and cross-entropy are as there:
 
-    sums      of a thread's elements as a balanced tree, then over lanes and warps, farthest partner first (shfl.bfly)
+    sums      of a thread's elements one after the other, then over lanes and warps, farthest partner first (shfl.bfly)
     exp       2ˣ of the argument times log2(e), rounded
     a / b     a times the approximate 1 / b, where Triton emits div.full
     log       that of CUDA's library: a polynomial of fused multiply-adds
@@ -135,7 +135,7 @@ class HopperFunctions:
         squares = x_TK.float().square()
         squares = F.pad(squares, (0, -k % TILE[1]))
         squares = F.pad(squares, (0, (1 << (squares.shape[1] - 1).bit_length()) - squares.shape[1]))
-        total = fold(tree(squares.unflatten(1, (-1, per_thread))))
+        total = fold(chain(squares.unflatten(1, (-1, per_thread))))
         mean = self.divide(total, torch.full_like(total, k))
         return self.rsqrt(mean + torch.tensor(eps, dtype=torch.float32))
 
@@ -171,7 +171,7 @@ class HopperFunctions:
         weights = affinity.gather(1, experts)
         if norm_topk_prob:
             padded = F.pad(weights, (0, (1 << (n_chosen - 1).bit_length()) - n_chosen))
-            weights = weights / (tree(padded)[:, None] + EPS)
+            weights = weights / (chain(padded)[:, None] + EPS)
         return weights * routed_scaling_factor, experts, logits
 
     def _cross_entropy(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,20 +184,21 @@ class HopperFunctions:
         for block in padded.split(columns, dim=1):
             before, largest = largest, torch.maximum(largest, block.amax(1))
             vectors = self.exp(block - largest[:, None]).unflatten(1, (-1, VECTOR))
-            sums = sums * self.exp(before - largest)[:, None] + tree(vectors)
+            sums = sums * self.exp(before - largest)[:, None] + chain(vectors)
         threads = min(warps * LANES, columns // VECTOR)
-        by_thread = tree(sums.unflatten(1, (-1, threads)).mT)
+        by_thread = chain(sums.unflatten(1, (-1, threads)).mT)
         by_warp = fold(by_thread.unflatten(1, (-1, min(LANES, threads))))
         lse = largest + log(fold(by_warp))
         losses = lse - logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]
         return torch.where(labels == IGNORED, 0.0, losses), lse
 
 
-def tree(values: Tensor) -> Tensor:
-    """Sum the last dimension, a power of two, as a balanced tree of neighbors."""
-    while values.shape[-1] > 1:
-        values = values[..., 0::2] + values[..., 1::2]
-    return values[..., 0]
+def chain(values: Tensor) -> Tensor:
+    """Sum the last dimension one value after the other."""
+    total = values[..., 0]
+    for i in range(1, values.shape[-1]):
+        total = total + values[..., i]
+    return total
 
 
 def fold(values: Tensor) -> Tensor:
@@ -211,7 +212,7 @@ def fold(values: Tensor) -> Tensor:
 def _sum_of_scores(values_RK: Tensor) -> Tensor:
     """Sum rows of 64 columns in the layout of wgmma's accumulator: a lane has two of each eight columns."""
     by_lane_R4E = values_RK.unflatten(1, (-1, 4, 2)).transpose(1, 2).flatten(2)
-    return fold(tree(by_lane_R4E))
+    return fold(chain(by_lane_R4E))
 
 
 def log(x: Tensor) -> Tensor:

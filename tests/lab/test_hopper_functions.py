@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octile.lab.hopper_functions import FILES, HopperFunctions, fold, log, tree
+from octile.lab.hopper_functions import FILES, HopperFunctions, chain, fold, log
 from octile.ops.cross_entropy import cross_entropy
 from octile.ops.gate import gate
 from octile.ops.norm import rms_norm, rms_norm_quantize
@@ -78,10 +78,10 @@ def test_the_logarithm_is_close_to_the_rounded_one():
     assert log(torch.ones(1)).tolist() == [0.0]
 
 
-def test_sums_have_the_order_of_a_tree_and_of_lanes():
+def test_sums_have_the_order_of_a_thread_and_of_lanes():
     values = torch.tensor([1.0, 2.0**24, 1.0, -(2.0**24)])
-    assert (tree(values), fold(values), values.double().sum()) == (1, 2, 2)
-    assert tree(values.flip(0)) == 1
+    assert (chain(values), fold(values), values.double().sum()) == (0, 2, 2)
+    assert chain(values.flip(0)) == 2
 
 
 def test_norms_are_close_to_the_reference_and_have_its_bits_for_their_own_rstd(exact):
