@@ -34,7 +34,7 @@ from octile.ops.swiglu import swiglu_quantize_and_save
 from octile.routing import EPS
 
 SIGNIFICANDS = 1 << 23
-FILES = ("exp2_-2_-1", "exp2_-1_-0.5", "rsqrt_1_4", "rcp_1_2")  # arrays of a file of tables
+FILES = ("exp2_-2_-1", "rsqrt_1_4", "rcp_1_2")  # arrays of a file of tables
 LOG2E = torch.tensor(1.4426950408889634, dtype=torch.float32)
 LANES = 32
 COLUMNS, COLUMNS_PER_WARP, VECTOR = 4096, 1024, 4  # of cross-entropy's programs, and FP32 logits of a load
@@ -71,20 +71,30 @@ class HopperFunctions:
         return cls(arrays, None if angles is None else (angles[0], angles[1]))
 
     def exp2(self, x: Tensor) -> Tensor:
-        """Return 2ˣ as `ex2.approx` does; subnormal results are 0."""
-        t = -x.double()
-        part = t - t.floor()
-        at_least_one = self._tables[FILES[0]][(part * SIGNIFICANDS).round().long() % SIGNIFICANDS]
-        half = ((part - 0.5) * (2 * SIGNIFICANDS)).round().long().clamp(0, SIGNIFICANDS - 1)
-        is_half = (x > -1) & (x <= -0.5)
-        steps = torch.where(is_half, self._tables[FILES[1]][half], at_least_one)
-        exact = torch.exp2(x.double()).float()
-        result = _step(exact, torch.where(exact.isfinite() & (exact > 0) & (x != 0), steps, 0))
-        return torch.where(exact < torch.finfo(torch.float32).tiny, 0.0, result)
+        """Return 2ˣ as `ex2.approx` does; subnormal results are 0.
+
+        The instruction truncates |x| to 23 fraction bits and negates the number by inverting its bits: an x above 0 has
+        the result of 2⁻²³ more than its truncated value. An H100 has shown this, and no document says it.
+        """
+        steps = (x.abs().clamp(max=300).double() * SIGNIFICANDS).floor().long()
+        steps = torch.where(x > 0, -steps - 1, steps)  # of 2⁻²³, of −x
+        index = steps % SIGNIFICANDS
+        base = _step(torch.exp2(-1 - index.double() / SIGNIFICANDS).float(), self._tables[FILES[0]][index])
+        result = (base.double() * torch.exp2(1 - (steps // SIGNIFICANDS).double())).float()
+        return torch.where(result < torch.finfo(torch.float32).tiny, 0.0, result)
 
     def exp(self, x: Tensor) -> Tensor:
         """Return eˣ as Triton computes it."""
         return self.exp2(x * LOG2E)
+
+    def expf(self, x: Tensor) -> Tensor:
+        """Return eˣ as CUDA's library computes it: 2ᶠ, f from −0.5 to 0.5, times a power of two."""
+        share = fma(x, _float(0x3BBB989D), torch.tensor(0.5)).clamp(0, 1)
+        shifted = (share.double() * 252 + 12582913).floor().float()  # rounded down
+        f = fma(x, _float(0x3FB8AA3B), 12583039 - shifted)
+        f = fma(x, _float(0x32A57060), f)
+        power = (shifted.view(torch.int32) << 23).view(torch.float32)
+        return self.exp2(f) * power
 
     def rsqrt(self, x: Tensor) -> Tensor:
         """Return 1 / √x as `rsqrt.approx` does, of positive normal numbers."""
@@ -166,12 +176,12 @@ class HopperFunctions:
         scoring_func: str, norm_topk_prob: bool, routed_scaling_factor: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         logits = hopper_sums.gate_logits(x, weight)
-        affinity = (1 + self.exp(-logits)).reciprocal()
+        affinity = (1 + self.expf(-logits)).reciprocal()  # of a CUDA kernel, where lane k has the k-th expert
         experts = top_experts(affinity if bias is None else affinity + bias, n_chosen, n_group, topk_group, best)
         weights = affinity.gather(1, experts)
         if norm_topk_prob:
             padded = F.pad(weights, (0, (1 << (n_chosen - 1).bit_length()) - n_chosen))
-            weights = weights / (chain(padded)[:, None] + EPS)
+            weights = weights / (fold(padded)[:, None] + EPS)
         return weights * routed_scaling_factor, experts, logits
 
     def _cross_entropy(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,11 +231,16 @@ def log(x: Tensor) -> Tensor:
     exponent = (bits - 0x3F2AAAAB) & -0x800000
     f = (bits - exponent).view(torch.float32) - 1
     steps = fma(exponent.float(), torch.tensor(2.0**-23), torch.tensor(0.0))
-    first, *others = (torch.tensor(c - (c >> 31 << 32), dtype=torch.int32).view(torch.float32) for c in LOG_POLYNOMIAL)
+    first, *others = map(_float, LOG_POLYNOMIAL)
     r = first.expand_as(f)
     for coefficient in (*others, torch.tensor(-0.5)):
         r = fma(r, f, coefficient)
-    return fma(steps, torch.tensor(0x3F317218, dtype=torch.int32).view(torch.float32), fma(f * r, f, f))
+    return fma(steps, _float(0x3F317218), fma(f * r, f, f))
+
+
+def _float(bits: int) -> Tensor:
+    """Return the FP32 number of these bits."""
+    return torch.tensor(bits - (bits >> 31 << 32), dtype=torch.int32).view(torch.float32)
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
