@@ -112,7 +112,7 @@ def run(
             them must. Without such tensors the previous kernel has ended.
         seed: determines all that is random.
         lazy: copies and wgmmas happen as late as is allowed (True), as early (False), or as the seed decides (None).
-        arithmetic: of wgmma: "float32", exact products that are summed in double precision and rounded once per
+        arithmetic: of wgmma and mma: "float32", exact products that are summed in double precision and rounded once per
             instruction; or "hopper", the bits of Hopper's tensor core.
         resident: all thread blocks run at the same time, for kernels whose blocks wait for each other.
 

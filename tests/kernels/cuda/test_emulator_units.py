@@ -329,15 +329,17 @@ def test_an_operand_in_registers_is_multiplied() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_warp_multiplies_and_another_thread_block_gets_the_result(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("arithmetic", ["float32", "hopper"])
+def test_a_warp_multiplies_and_another_thread_block_gets_the_result(arithmetic: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(rows, 16, generator=generator).to(dtype) for rows in (16, 8))
     out = torch.full((16, 8), math.nan)
     emulator.run(
         "products", {}, grid=2, cluster=2, threads=32, shared_bytes=512, headers=SOURCES,
-        arguments=[a, b, out, int(dtype == torch.bfloat16)],
+        arguments=[a, b, out, int(dtype == torch.bfloat16)], arithmetic=arithmetic,
     )  # fmt: skip
-    assert torch.equal(out, (a.double() @ b.double().mT).float())
+    rounded = (a.double() @ b.double().mT).float()
+    assert torch.equal(out, tensor_core_matmul(a, b, arch="sm_90_mma") if arithmetic == "hopper" else rounded)
 
 
 def test_lanes_of_a_warp_exchange_values() -> None:

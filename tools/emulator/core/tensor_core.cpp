@@ -1,4 +1,4 @@
-// The arithmetic of wgmma: exact sums that are rounded once, or sums as Hopper's tensor core computes them.
+// The arithmetic of wgmma and mma: exact sums that are rounded once, or sums as Hopper's tensor core computes them.
 #include "tensor_core.h"
 
 #include <algorithm>
@@ -9,6 +9,18 @@
 namespace emulator {
 
 Operands operands;
+
+void find_exponents(int a_least, int b_least) {
+    const auto exponents = [](const float* values, int count, int least, int16_t* to) {
+        int16_t most = nothing;
+        for (int i = 0; i < count; ++i) to[i] = exponent_of(values[i], least);
+        for (int i = 0; i < count; ++i) most = std::max(most, to[i]);
+        return most;
+    };
+    const int16_t a = exponents(operands.a, 16 * operands.k, a_least, operands.a_exponents);
+    const int16_t b = exponents(operands.b, operands.n * operands.k, b_least, operands.b_exponents);
+    operands.finite = std::max(a, b) < 128;
+}
 
 // Exact products, summed in double precision, rounded once.
 void sum_exact(float* d, int row) {

@@ -1,4 +1,4 @@
-// The arithmetic of wgmma: each of 16 rows and n columns of d becomes d + Σ a·b over the k of one instruction.
+// The arithmetic of wgmma and mma: each of 16 rows and n columns of d becomes d + Σ a·b over the k of one instruction.
 #pragma once
 #include <stdint.h>
 
@@ -15,7 +15,7 @@ inline int exponent_of(float x, int least) {
     return x == 0 ? nothing : std::max(exponent, least);
 }
 
-// The operands of a warp's part of a wgmma: a[16, k], b[k, n], and the exponents of Hopper's significands.
+// The operands of an mma, or of a warp's part of a wgmma: a[16, k], b[k, n], and the exponents of Hopper's significands.
 struct Operands {
     int n, k;
     bool finite;  // all of a and b
@@ -24,6 +24,8 @@ struct Operands {
 };
 extern Operands operands;
 
+// Sets the exponents; a_least, b_least: those of the formats' subnormal numbers.
+void find_exponents(int a_least, int b_least);
 void sum_exact(float* d, int row);
 void sum_hopper_row(float* d, int row, bool eight_bits);
 

@@ -3,6 +3,7 @@
 
 #include "../device/convert.cuh"
 #include "machine.h"
+#include "tensor_core.h"
 
 namespace emulator {
 
@@ -139,27 +140,28 @@ static float element(uint32_t pair, int upper, bool bfloat16) {
     return bfloat16 ? __uint_as_float(bits << 16) : from_f16(bits);
 }
 
-// Sums exact products in double precision and rounds once, as wgmma's "float32" arithmetic.
 void mma(const Fragments& of_lane, bool bfloat16) {
     me()->input = reinterpret_cast<uint64_t>(&of_lane);
     run_together(WarpPrimitive::mma, ~0u, [bfloat16](Warp& warp) {
         auto lane = [&](int g, int t) -> const Fragments& {
             return *reinterpret_cast<const Fragments*>(warp.lanes[4 * g + t]->input);
         };
-        float a[16][16], b[8][16];
+        operands.n = 8, operands.k = 16;
         for (int k = 0; k < 16; ++k) {
             for (int row = 0; row < 16; ++row)
-                a[row][k] = element(lane(row % 8, k % 8 / 2).a[k / 8 * 2 + row / 8], k % 2, bfloat16);
+                operands.a[16 * row + k] = element(lane(row % 8, k % 8 / 2).a[k / 8 * 2 + row / 8], k % 2, bfloat16);
             for (int column = 0; column < 8; ++column)
-                b[column][k] = element(lane(column, k % 8 / 2).b[k / 8], k % 2, bfloat16);
+                operands.b[8 * k + column] = element(lane(column, k % 8 / 2).b[k / 8], k % 2, bfloat16);
         }
-        for (int row = 0; row < 16; ++row)
-            for (int column = 0; column < 8; ++column) {
-                float& d = lane(row % 8, column / 2).d[row / 8 * 2 + column % 2];
-                double sum = d;
-                for (int k = 0; k < 16; ++k) sum += double(a[row][k]) * b[column][k];
-                d = sum;
-            }
+        const int least_exponent = bfloat16 ? -126 : -14;
+        if (machine.launch.hopper) find_exponents(least_exponent, least_exponent);
+        for (int row = 0; row < 16; ++row) {
+            float d[8];
+            auto of_lane = [&](int column) -> float& { return lane(row % 8, column / 2).d[row / 8 * 2 + column % 2]; };
+            for (int column = 0; column < 8; ++column) d[column] = of_lane(column);
+            machine.launch.hopper ? sum_hopper_row(d, row, false) : sum_exact(d, row);
+            for (int column = 0; column < 8; ++column) of_lane(column) = d[column];
+        }
     });
 }
 

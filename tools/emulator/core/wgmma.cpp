@@ -118,17 +118,7 @@ void execute(const Block* block, const Wgmma& call, int warp) {
     (call.b_transposed ? read_transposed : read_tile)(block, call.b, 0, n, b_format, tile);
     for (int column = 0; column < n; ++column)
         for (int i = 0; i < k; ++i) operands.b[i * n + column] = tile[column * k + i];
-    if (machine.launch.hopper) {
-        const auto exponents = [](const float* values, int count, int least, int16_t* to) {
-            int16_t most = nothing;
-            for (int i = 0; i < count; ++i) to[i] = exponent_of(values[i], least);
-            for (int i = 0; i < count; ++i) most = std::max(most, to[i]);
-            return most;
-        };
-        const int16_t a = exponents(operands.a, 16 * k, least_exponents[a_format], operands.a_exponents);
-        const int16_t b = exponents(operands.b, n * k, least_exponents[b_format], operands.b_exponents);
-        operands.finite = std::max(a, b) < 128;
-    }
+    if (machine.launch.hopper) find_exponents(least_exponents[a_format], least_exponents[b_format]);
     for (int row = 0; row < 16; ++row) {
         float* d = &call.accumulator->matrix[(16 * warp + row) * n];
         if (!call.accumulate) std::fill_n(d, n, 0.0f);
