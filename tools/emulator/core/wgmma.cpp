@@ -177,11 +177,13 @@ void wgmma(float* d, int count, uint64_t a, uint64_t b, bool accumulate, int a_f
              static_cast<unsigned long long>(b), static_cast<unsigned long long>(call.b));
 
     if (a_registers) {
-        call.a_values.resize(64 * 16);
-        for (int i = 0; i < 8; ++i) {
-            const int row = 16 * (index / 32) + 8 * (i / 2 % 2) + index % 32 / 4, k = i / 4 * 8 + index % 4 * 2 + i % 2;
-            const uint16_t element = a_registers[i / 2] >> 16 * (i % 2);
-            call.a_values[row * 16 + k] = decode(reinterpret_cast<const uint8_t*>(&element), Format(a_format));
+        // Registers hold four bytes of the rows r and r + 8, then of the same rows 16 bytes further on.
+        const int width = width_of(Format(a_format)), columns = instruction_bytes / width;
+        call.a_values.resize(64 * columns);
+        for (int i = 0; i < 16; i += width) {
+            const int row = 16 * (index / 32) + 8 * (i / 4 % 2) + index % 32 / 4, byte = i / 8 * 16 + index % 4 * 4 + i % 4;
+            const uint8_t* element = reinterpret_cast<const uint8_t*>(a_registers) + i;
+            call.a_values[row * columns + byte / width] = decode(element, Format(a_format));
         }
     }
 

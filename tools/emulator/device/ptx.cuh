@@ -163,6 +163,10 @@ inline uint4 load_weight_16(const void* from) {
     if (reinterpret_cast<uintptr_t>(from) % 16) emulator::fail("load_weight_16: the address is not 16-byte aligned");
     return *static_cast<const uint4*>(from);
 }
+inline uint2 load_weight_8(const void* from) {
+    if (reinterpret_cast<uintptr_t>(from) % 8) emulator::fail("load_weight_8: the address is not 8-byte aligned");
+    return *static_cast<const uint2*>(from);
+}
 
 inline void mma_f16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
     emulator::mma({{a0, a1, a2, a3}, {b0, b1}, d}, false);

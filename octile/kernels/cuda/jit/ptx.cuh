@@ -369,6 +369,13 @@ __device__ __forceinline__ uint4 load_weight_16(const void* from) {
     return v;
 }
 
+// load_weight_16 of 8 bytes.
+__device__ __forceinline__ uint2 load_weight_8(const void* from) {
+    uint2 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
+    return v;
+}
+
 // ---- mma of a warp ---------------------------------------------------------------------------------------------------
 
 // d[16, 8] += a[16, 16] · b[16, 8] in FP32. Lane l holds, with g = l / 4 and t = l % 4, the pairs along K
