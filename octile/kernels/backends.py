@@ -100,7 +100,7 @@ def _why_not_requantize(data: Tensor, scale: Tensor, *others: Any) -> str | None
 def _why_not_rms_norm(
     x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, power_of_2: bool, values: bool
 ) -> str | None:
-    narrow = NARROW_ROWS_WITH_VALUES if values else NARROW_ROWS
+    narrow = launcher.NARROW_ROWS_WITH_VALUES if values else launcher.NARROW_ROWS
     if x.shape[1] <= narrow:
         return f"Triton's kernel is faster for rows of at most {narrow} columns"
     if x.shape[1] > launcher.MAX_COLUMNS or not launcher.is_vector(weight):
@@ -108,10 +108,8 @@ def _why_not_rms_norm(
     return launcher.why_unsupported(x)
 
 
-# Columns up to which Triton's RMSNorm is faster, without and with its result in high precision. On an H200 it is 1.3 to
-# 2.8 times as fast for 96 to 384 columns (benchmarks/history/quantize-kernels/narrow_rows.txt); with the result, which
-# was not measured, it stays faster up to 256 columns even if the additional bytes take as long as in a copy.
-NARROW_ROWS, NARROW_ROWS_WITH_VALUES = 512, 256
+def _why_not_high_precision_rms_norm(x: Tensor, weight: Tensor, eps: float) -> str | None:
+    return _why_not_rms_norm(x, weight, eps, torch.float8_e4m3fn, False, True)
 
 
 def _why_not_first(count: int) -> Callable[..., str | None]:
@@ -138,7 +136,7 @@ ONLY_TRITON = (
     "accepted_rows", "adamw", "align_groups", "bfloat16_terms", "continued_tokens", "cross_entropy",
     "cross_entropy_backward", "gradient_norms", "high_precision_grouped_nt", "high_precision_grouped_tn", "index_rows",
     "latent_keys", "latent_keys_backward", "packed_matmul_nt", "permute", "ragged_attention", "record_choices",
-    "rms_norm", "rms_norm_backward", "rotate_", "rotate_halves", "row_invariant_matmul_nt",
+    "rms_norm_backward", "rotate_", "rotate_halves", "row_invariant_matmul_nt",
     "row_invariant_matmul_nt_out", "sample_tokens", "sequence_balance_backward", "swiglu", "swiglu_backward",
     "text_rows", "transpose_encoded", "unpermute", "unpermute_backward", "write_and_rotate", "write_latents",
 )  # fmt: skip
@@ -240,6 +238,9 @@ TABLE = {
     "swiglu_backward_quantize": Backends(
         _why_not_first(3), launcher.swiglu_backward, _triton("swiglu", "launch_backward")
     ),
+    "rms_norm": Backends(
+        _why_not_high_precision_rms_norm, launcher.rms_norm_high_precision, _triton("norm", "launch_high_precision")
+    ),
     "rms_norm_quantize": Backends(_why_not_rms_norm, launcher.rms_norm, _triton("norm", "launch")),
 }
 ROUTING = ("gate", "gate_backward", "count_tokens", "routing_plan", "sequence_balance")
@@ -249,14 +250,15 @@ WITH_HOPPER = (*GEMMS, *QUANTIZATIONS, *ROUTING, *ATTENTION)  # operators that h
 OPERATORS = (*WITH_HOPPER, *HOPPER_OR_TORCH, *ONLY_TRITON, *ONLY_TORCH)
 PROMOTED_BY_TRITON = (*GEMMS, "packed_matmul_nt")
 _ALIGNED = "rows that begin at multiples of 16 bytes"
+_AND_UP_TO = f"columns (Triton's is faster for fewer), and up to {launcher.MAX_COLUMNS}"
 _UP_TO = f"up to {routing_launcher.MAX_EXPERTS} experts"
 SUPPORTED_BY_HOPPER = {  # what the functions `why_not_hopper` of `TABLE` accept
     **dict.fromkeys(GEMMS, "FP8 in blocks of 1×128 and 128×128, or with one scale an operand"),
     **dict.fromkeys(QUANTIZATIONS, _ALIGNED),
     "quantize": f"{_ALIGNED}, in blocks of 1×128, 128×1 or 128×128",
     "dequantize": f"{_ALIGNED}, in blocks of 1×128, 128×1 or 128×128, or with one scale",
-    "rms_norm_quantize": f"{_ALIGNED}, of more than {NARROW_ROWS} columns (Triton's is faster for fewer), and up to "
-    f"{launcher.MAX_COLUMNS}",
+    "rms_norm": f"{_ALIGNED}, of more than {launcher.NARROW_ROWS_WITH_VALUES} {_AND_UP_TO}",
+    "rms_norm_quantize": f"{_ALIGNED}, of more than {launcher.NARROW_ROWS} {_AND_UP_TO}",
     "gate": f"8, 16, … {gate_launcher.MAX_EXPERTS} experts and at least {gate_launcher.MIN_TOKENS} tokens",
     "gate_backward": f"{gate_backward_launcher.MIN_EXPERTS}, … {gate_backward_launcher.MAX_EXPERTS} experts in "
     f"multiples of 8, and at least {gate_backward_launcher.MIN_TOKENS} tokens",

@@ -22,6 +22,7 @@ CALLS = {  # of the operators that quantize, with arguments that Hopper's own ke
     "swiglu_quantize": lambda x: (x, x, E4M3, False, None),
     "swiglu_quantize_and_save": lambda x: (x, x, E4M3, False, E4M3, False, None),
     "swiglu_backward_quantize": lambda x: (x, x, x, None, None, None, E4M3, False, E4M3, True, None, False),
+    "rms_norm": lambda x: (x, torch.ones(x.shape[1]), 1e-6),
     "rms_norm_quantize": lambda x: (x, torch.ones(x.shape[1]), 1e-6, E4M3, False, False),
 }
 

@@ -93,6 +93,7 @@ def _cases() -> dict[str, Callable[[], object]]:
     for name, call in with_scales.items():
         cases |= {name: partial(call, False), f"{name}, powers of two": partial(call, True)}
     return cases | {
+        "RMSNorm in high precision": lambda: launcher.rms_norm_high_precision(x, _empty(k), 1e-6),
         "scale given": lambda: launcher.quantize_with_scale(x, _empty(1, dtype=torch.float32), E4M3),
         "dequantize 1×128": lambda: launcher.dequantize(encoded, scale, 1, 128, torch.bfloat16),
         "dequantize 128×1": lambda: launcher.dequantize(encoded, new_scale(encoded, 128, 1), 128, 1, torch.bfloat16),

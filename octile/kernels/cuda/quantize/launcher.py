@@ -78,6 +78,10 @@ SETTINGS: dict[str, dict[str, int]] = {
     "dequantize": {"rows": 8, "warps": 8, "blocks": 4},
 }
 NORM_BYTES = 2 * 4 * 32  # shared memory of rms_norm.cu: two buffers
+# Columns up to which Triton's RMSNorm is faster, without and with its result in high precision. On an H200 it is 1.3 to
+# 2.8 times as fast for 96 to 384 columns (benchmarks/history/quantize-kernels/narrow_rows.txt); with the result, which
+# was not measured, it stays faster up to 256 columns even if the additional bytes take as long as in a copy.
+NARROW_ROWS, NARROW_ROWS_WITH_VALUES = 512, 256
 NORM_UNITS = 4  # vectors of 8 columns of a row that a thread of rms_norm holds at most; fewer if the row has fewer
 FEW_ROWS = 256  # of RMSNorm, up to which each row has a block: a GPU has as many SMs, or half as many
 NORM_WARPS = 7  # a block's warps for which the setting `blocks` was measured; smaller blocks are more
@@ -444,24 +448,44 @@ def rms_norm(
     Returns:
         data [M, K], its scale, rstd [M], and y: with `values` the result [M, K] in x's dtype, otherwise [0, K].
     """
-    m, k = x.shape
     data, scale = x.new_empty(x.shape, dtype=dtype), new_scale(x, 1, SIDE)
-    rstd, y = x.new_empty(m, dtype=torch.float32), x.new_empty(m if values else 0, k)
-    needs_registers = values or x.dtype == torch.float32
+    y = x.new_empty(len(x) if values else 0, x.shape[1])
+    return data, scale, _normalize(x, weight, eps, data, scale, power_of_2, y if values else None), y
+
+
+def rms_norm_high_precision(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Normalize x [M, K] with a contiguous weight [K]: the result [M, K] in x's dtype, and rstd [M]."""
+    y = x.new_empty(x.shape)
+    return y, _normalize(x, weight, eps, None, None, False, y)
+
+
+def _normalize(
+    x: Tensor, weight: Tensor, eps: float, data: Tensor | None, scale: Tensor | None, power_of_2: bool, y: Tensor | None
+) -> Tensor:
+    """Normalize x into data and scale, y, or both; return rstd."""
+    m, k = x.shape
+    rstd = x.new_empty(m, dtype=torch.float32)
+    needs_registers = y is not None or x.dtype == torch.float32
     kind = "rms_norm, FP32 or with y" if needs_registers else "rms_norm"
-    units = min(NORM_UNITS, 1 << (_ceil_div(k, 32 * 8) - 1).bit_length())
-    warps, settings = _ceil_div(k, 32 * 8 * units), SETTINGS[kind]
+    (units, warps), settings = norm_parts(k), SETTINGS[kind]
     blocks = max(min(settings["blocks"], max(1, 28 // warps)), NORM_WARPS * settings["blocks"] // warps)
     rows = 1 if m <= FEW_ROWS else settings["rows"]
     constants = {
-        "dtype": DTYPES[x.dtype], "weight_dtype": DTYPES[weight.dtype], "format": DTYPES[dtype],
-        "power_of_2": power_of_2, "store_y": values, "units": units, "warps": warps,
-        "rows": rows, "blocks": blocks,
+        "dtype": DTYPES[x.dtype], "weight_dtype": DTYPES[weight.dtype],
+        "format": DTYPES[torch.float8_e4m3fn if data is None else data.dtype], "power_of_2": power_of_2,
+        "quantizes": data is not None, "store_y": y is not None, "units": units, "warps": warps, "rows": rows,
+        "blocks": blocks,
     }  # fmt: skip
     arguments = (*map(address_of, (x, weight, data, scale, rstd, y)), float(eps), 1.0 / k, x.stride(0), m, k)
-    resident = None if values else constants["blocks"]
+    resident = None if y is not None else constants["blocks"]
     _launch("rms_norm", constants, x, _ceil_div(m, rows), 32 * warps, NORM_BYTES, *arguments, resident=resident)
-    return data, scale, rstd, y
+    return rstd
+
+
+def norm_parts(k: int) -> tuple[int, int]:
+    """Return the vectors of a row of k columns that a thread of rms_norm holds, and the warps that have a row."""
+    units = min(NORM_UNITS, 1 << (_ceil_div(k, 32 * 8) - 1).bit_length())
+    return units, _ceil_div(k, 32 * 8 * units)
 
 
 def _launch_tiles(

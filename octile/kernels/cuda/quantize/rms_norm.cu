@@ -1,4 +1,4 @@
-// RMSNorm, y = x · rstd · weight, with its result quantized in tiles of 1×128.
+// RMSNorm, y = x · rstd · weight, with its result quantized in tiles of 1×128, in high precision, or both.
 //
 // A thread block takes config::rows consecutive rows, one after the other, and then those that lie a whole grid
 // further. A thread holds config::units vectors of 8 columns of a row; 16 consecutive threads hold a tile.
@@ -24,8 +24,8 @@ __device__ __forceinline__ float sum_over_threads(float x, float* buffer) {
     return x;
 }
 
-// x: [m, k] with strides x_row and 1. weight: [k]. rstds: [m]. y: [m, k] of x's dtype, only with config::store_y.
-// inverse_k: 1 / k.
+// x: [m, k] with strides x_row and 1. weight: [k]. rstds: [m]. y: [m, k] of x's dtype, only with config::store_y; data and
+// scale only with config::quantizes. inverse_k: 1 / k.
 extern "C" __global__ void __launch_bounds__(norm_threads, config::blocks)
 rms_norm(const uint8_t* x, const uint8_t* weight, uint8_t* data, float* scale, float* rstds, uint8_t* y, float eps,
          float inverse_k, int64_t x_row, int m, int k) {
@@ -80,32 +80,34 @@ rms_norm(const uint8_t* x, const uint8_t* weight, uint8_t* data, float* scale, f
             value[u] = normalized(row[u], load_weight(u));
             amax[u] = value[u].amax();
         }
-        const float own_scale = scale_from_amax<format, power_of_2>(reduce_rows<in_halves>(amax, max_abs));
-        const int tile_column = threadIdx.x / 16 * tile_columns + owned_index<units>() * step;  // of the scale
-        float* to = scale + static_cast<int64_t>(tile_column / tile_columns) * ((m + 3) / 4 * 4) + i;
-        ptx::store_float(to, own_scale, is_first_owner<units>() && tile_column < k);
-
-        const Divisor own = make_divisor<power_of_2>(own_scale);
         const int64_t index = static_cast<int64_t>(i) * k + column;
-        if (!power_of_2 && __any_sync(all_lanes, own.needs_careful_division())) {
+        if constexpr (config::quantizes) {
+            const float own_scale = scale_from_amax<format, power_of_2>(reduce_rows<in_halves>(amax, max_abs));
+            const int tile_column = threadIdx.x / 16 * tile_columns + owned_index<units>() * step;  // of the scale
+            float* to = scale + static_cast<int64_t>(tile_column / tile_columns) * ((m + 3) / 4 * 4) + i;
+            ptx::store_float(to, own_scale, is_first_owner<units>() && tile_column < k);
+
+            const Divisor own = make_divisor<power_of_2>(own_scale);
+            if (!power_of_2 && __any_sync(all_lanes, own.needs_careful_division())) {
 #pragma unroll 1
-            for (int u = 0; u < units; ++u) {  // rare: recomputes the values, in few registers
-                const bool in_bounds = column + u * step < k;
-                const FloatVec8 y_again = normalized(load_row(i, u, true), load_weight(u));
-                const Divisor divisor = divisor_from_owner<units, power_of_2>(own, u);
-                float quotient[8];
+                for (int u = 0; u < units; ++u) {  // rare: recomputes the values, in few registers
+                    const bool in_bounds = column + u * step < k;
+                    const FloatVec8 y_again = normalized(load_row(i, u, true), load_weight(u));
+                    const Divisor divisor = divisor_from_owner<units, power_of_2>(own, u);
+                    float quotient[8];
 #pragma unroll
-                for (int j = 0; j < 8; ++j) quotient[j] = divisor.divide_carefully(y_again.at(j));
-                ptx::store_8(data + index + u * step, pack_8<format>(quotient), in_bounds);
-            }
-        } else {
+                    for (int j = 0; j < 8; ++j) quotient[j] = divisor.divide_carefully(y_again.at(j));
+                    ptx::store_8(data + index + u * step, pack_8<format>(quotient), in_bounds);
+                }
+            } else {
 #pragma unroll
-            for (int u = 0; u < units; ++u) {
-                const Divisor divisor = divisor_from_owner<units, power_of_2>(own, u);
-                float quotient[8];
+                for (int u = 0; u < units; ++u) {
+                    const Divisor divisor = divisor_from_owner<units, power_of_2>(own, u);
+                    float quotient[8];
 #pragma unroll
-                for (int j = 0; j < 8; ++j) quotient[j] = divisor.template divide<power_of_2>(value[u].at(j));
-                ptx::store_8(data + index + u * step, pack_8<format>(quotient), column + u * step < k);
+                    for (int j = 0; j < 8; ++j) quotient[j] = divisor.template divide<power_of_2>(value[u].at(j));
+                    ptx::store_8(data + index + u * step, pack_8<format>(quotient), column + u * step < k);
+                }
             }
         }
         if constexpr (config::store_y)

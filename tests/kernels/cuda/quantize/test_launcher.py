@@ -384,6 +384,8 @@ def test_rms_norm_is_bit_for_bit_after_its_rstd(
     torch.testing.assert_close(rstd, rms_norm_quantize(x, weight, 1e-6, "e4m3", False)[2], rtol=2.0**-20, atol=0)
     assert_same(found, quantize(normalized(x, rstd, weight), 1, 128, "e4m3", power_of_2))
     assert_same([y], [normalized(x, rstd, weight).to(dtype) if values else x[:0]])
+    alone = launcher.rms_norm_high_precision(x, weight, 1e-6)
+    assert_same(alone, [normalized(x, rstd, weight).to(dtype), rstd])
 
 
 def test_rms_norm_of_zeros_and_of_nan():
