@@ -46,7 +46,8 @@ or (test_rows_of_any_length and (5-9000 or 1-131072))"
 
 FEW_ROWS_FILES="tests/gpu/cuda/test_few_rows.py tests/gpu/cuda/test_few_rows_mixture.py"
 FEW_ROWS="(test_products and (1-2048 or 3-1408 or 7-16 or 8-10944)) or (test_attention and (lengths0 or lengths2)) \
-or test_rows_of_one_text_attend or (test_numbers_of_rows and (1 or 3 or 8)) \
+or test_rows_of_one_text_attend or (test_row_invariant_attention_of_one and 700-16) \
+or (test_numbers_of_rows and (1 or 3 or 8)) \
 or (test_shapes_and_choices and not 7168) or (test_extreme_values_stay and nan)"
 
 # the last two run cuBLAS's kernels, too, in which racecheck finds errors

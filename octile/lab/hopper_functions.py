@@ -74,7 +74,7 @@ class HopperFunctions:
         """Return 2ˣ as `ex2.approx` does; subnormal results are 0.
 
         The instruction truncates |x| to 23 fraction bits and negates the number by inverting its bits: an x above 0 has
-        the result of 2⁻²³ more than its truncated value. An H100 has shown this, and no document says it.
+        the result of 2⁻²³ more than its truncated value. An H100 has shown this; the manual of PTX does not say it.
         """
         steps = (x.abs().clamp(max=300).double() * SIGNIFICANDS).floor().long()
         steps = torch.where(x > 0, -steps - 1, steps)  # of 2⁻²³, of −x
@@ -117,7 +117,8 @@ class HopperFunctions:
         """Compute an operator as the GPU does where this module, or `hopper_sums`, models it; a `Compute`."""
         if func is rms_norm.overload and args[0].shape[1] <= 8 * LANES:
             return self._norm(args[0], args[1], args[2])
-        if func is rms_norm_quantize.overload and args[0].shape[1] <= 16 * LANES:
+        has_values = len(args) > 5 and args[5]  # of which Hopper's own kernel normalizes wider rows
+        if func is rms_norm_quantize.overload and args[0].shape[1] <= (8 if has_values else 16) * LANES:
             return self._norm_and_quantize(*args)
         if func is swiglu_quantize_and_save.overload:
             return self._swiglu(*args)

@@ -21,7 +21,7 @@ from octile.ops.row_invariant import row_invariant_matmul_nt_out
 
 MultiplyHeads = Callable[[Tensor, Tensor, Tensor], None]  # see `multiply_heads`
 
-PART = 512  # positions of a row that a GPU attends to without a break, wherever other rows end
+PART = 2048  # positions of a row that a GPU attends to without a break, wherever other rows end
 ROWS = 4  # of a text that a GPU's thread block takes together, with 16 heads, if the text's rows are a multiple of it
 
 

@@ -20,13 +20,15 @@ from torch import Tensor
 
 from octile.formats import BLOCK, TILE
 from octile.kernels.cuda.few_rows import attention, launcher
-from octile.ops.latent_cache import check_write, write_latents
+from octile.ops.absorbed_attention import attend, multiply_heads
+from octile.ops.latent_cache import check_write, write_and_rotate, write_latents
 from octile.ops.matmul import matmul_nt
 from octile.ops.norm import check_operands, rms_norm, rms_norm_quantize
 from octile.ops.operator import operator
 from octile.ops.paged_attention import check_attention, paged_attention
 from octile.ops.quantize import check_device, check_input_dtype, check_scale, quantize
 from octile.ops.rope import check_angles, rotate_
+from octile.ops.row_invariant import row_invariant_scaled_nt
 
 
 @operator()
@@ -38,6 +40,7 @@ def few_rows_nt(
     scale: Tensor,
     power_of_2: bool,
     add: Tensor | None = None,
+    row_invariant: bool = False,
 ) -> Tensor:
     """Quantize rows to E4M3 in 1×128 tiles, after normalizing them, and multiply: x[M, K] · weight[N, K]ᵀ → [M, N].
 
@@ -49,6 +52,7 @@ def few_rows_nt(
             norm_weight before the previous kernel of the stream has ended, which must not write them.
         power_of_2: whether to round the scales of x up to powers of two.
         add: [M, N] in x's dtype, added to the rounded product; None: nothing.
+        row_invariant: whether a row has the bits of `row_invariant_scaled_nt`, for any M and at any position.
 
     Returns:
         [M, N] in x's dtype.
@@ -58,7 +62,7 @@ def few_rows_nt(
         ValueError: shapes or devices do not fit together.
     """
     _check_nt(x, norm_weight, weight, scale, add)
-    return _few_rows_nt(x, norm_weight, eps, weight, scale, power_of_2, add)
+    return _few_rows_nt(x, norm_weight, eps, weight, scale, power_of_2, add, row_invariant)
 
 
 def _few_rows_nt(
@@ -69,25 +73,27 @@ def _few_rows_nt(
     scale: Tensor,
     power_of_2: bool,
     add: Tensor | None,
+    row_invariant: bool,
 ) -> Tensor:
     if norm_weight is None:
         data, x_scale = quantize(x, *TILE, "e4m3", power_of_2)
     else:
         data, x_scale, _, _ = rms_norm_quantize(x, norm_weight, eps, "e4m3", power_of_2, False)
-    y = matmul_nt(data, x_scale, TILE, weight, scale, BLOCK, x.dtype)
+    operands = data, x_scale, TILE, weight, scale, BLOCK
+    y = row_invariant_scaled_nt(*operands, None, x.dtype) if row_invariant else matmul_nt(*operands, x.dtype)
     return y if add is None else y.add_(add)
 
 
 @few_rows_nt.register_fake
-def _(x, norm_weight, eps, weight, scale, power_of_2, add=None):
+def _(x, norm_weight, eps, weight, scale, power_of_2, add=None, row_invariant=False):
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
 @few_rows_nt.register_kernel("cuda")
-def _(x, norm_weight, eps, weight, scale, power_of_2, add=None):
+def _(x, norm_weight, eps, weight, scale, power_of_2, add=None, row_invariant=False):
     _check_nt(x, norm_weight, weight, scale, add)
-    arguments = x, norm_weight, eps, weight, scale, power_of_2, add
-    if launcher.why_unsupported(x, norm_weight, weight, scale, add):
+    arguments = x, norm_weight, eps, weight, scale, power_of_2, add, row_invariant
+    if launcher.why_unsupported(x, norm_weight, weight, scale, add, row_invariant):
         return _few_rows_nt(*arguments)
     return launcher.few_rows_nt(*arguments)
 
@@ -107,6 +113,7 @@ def latent_attention(
     lengths: Tensor,
     w_v: Tensor,
     scale: float,
+    row_invariant: bool = False,
 ) -> Tensor:
     """Write the rows' latents and rotary keys to a cache, and attend from each row to the first positions of its text.
 
@@ -124,6 +131,8 @@ def latent_attention(
         pages, lengths: as in `octile.ops.paged_attention.paged_attention`.
         w_v: [H, V, C] in q's dtype, contiguous: W_UV.
         scale: the factor of the scores.
+        row_invariant: whether results and cache have the bits of the operators that batch-invariant mode takes:
+            `rms_norm`, `write_and_rotate`, and those of `octile.ops.absorbed_attention`.
 
     Returns:
         [M, H·V] in q's dtype.
@@ -134,8 +143,9 @@ def latent_attention(
         IndexError: on a CPU, a slot is not in the cache. A GPU does not write such a row.
     """
     _check_attention(q, kv, w_k, norm_weight, cos, sin, slots, cache, pages, lengths, w_v)
-    q_MHW = _queries(q, kv, w_k, norm_weight, eps, cos, sin, slots, cache)
-    return _values(q_MHW, cache, pages, lengths, w_v, scale)
+    queries, values = (_row_invariant_queries, _row_invariant_values) if row_invariant else (_queries, _values)
+    q_MHW = queries(q, kv, w_k, norm_weight, eps, cos, sin, slots, cache)
+    return values(q_MHW, cache, pages, lengths, w_v, scale)
 
 
 def _queries(
@@ -162,18 +172,44 @@ def _values(q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, w_v: Tenso
     return o_MHV.flatten(1)
 
 
+def _row_invariant_queries(
+    q: Tensor, kv: Tensor, w_k: Tensor, norm_weight: Tensor, eps: float, cos: Tensor, sin: Tensor, slots: Tensor,
+    cache: Tensor,
+) -> Tensor:  # fmt: skip
+    n_heads, latent_dim, nope_dim = w_k.shape
+    q_MHX, latent_MC = q.unflatten(-1, (n_heads, -1)), rms_norm(kv[:, :latent_dim], norm_weight, eps)[0]
+    q_MHW = q.new_empty(len(q), n_heads, kv.shape[1])
+    write_and_rotate(cache, slots, latent_MC, kv[:, latent_dim:], None, eps, cos, sin, q_MHX, q_MHW)
+    multiply_heads(q_MHX[..., :nope_dim], w_k, q_MHW[..., :latent_dim])
+    return q_MHW
+
+
+def _row_invariant_values(
+    q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, w_v: Tensor, scale: float
+) -> Tensor:  # fmt: skip
+    o_MHV = q.new_empty(*q.shape[:2], w_v.shape[1])
+    attend(q, cache, pages, lengths, w_v, scale, o_MHV)
+    return o_MHV.flatten(1)
+
+
 @latent_attention.register_fake
-def _(q, kv, w_k, norm_weight, eps, cos, sin, slots, cache, pages, lengths, w_v, scale):
+def _(q, kv, w_k, norm_weight, eps, cos, sin, slots, cache, pages, lengths, w_v, scale, row_invariant=False):
     return q.new_empty(q.shape[0], w_v.shape[0] * w_v.shape[1])
 
 
 @latent_attention.register_kernel("cuda")
-def _(q, kv, w_k, norm_weight, eps, cos, sin, slots, cache, pages, lengths, w_v, scale):
+def _(q, kv, w_k, norm_weight, eps, cos, sin, slots, cache, pages, lengths, w_v, scale, row_invariant=False):
     _check_attention(q, kv, w_k, norm_weight, cos, sin, slots, cache, pages, lengths, w_v)
-    has_no_kernel = attention.why_no_queries(q, kv, w_k, norm_weight, cos, sin, slots, cache)
-    queries = _queries if has_no_kernel else attention.latent_queries
-    q_MHW = queries(q, kv, w_k, norm_weight, eps, cos, sin, slots, cache)
-    values = _values if attention.why_no_values(q_MHW, cache, pages, w_v) else attention.attention_values
+    arguments = q, kv, w_k, norm_weight, eps, cos, sin, slots, cache
+    why_no_queries = attention.why_no_queries(q, kv, w_k, norm_weight, cos, sin, slots, cache)
+    if row_invariant:
+        why_no_queries = why_no_queries or attention.why_no_row_invariant_queries(w_k, norm_weight)
+        q_MHW = (_row_invariant_queries if why_no_queries else attention.latent_queries)(*arguments)
+        has_no_kernel = attention.why_no_values(q_MHW, cache, pages, w_v, row_invariant)
+        values = _row_invariant_values if has_no_kernel else attention.row_invariant_values
+    else:
+        q_MHW = (_queries if why_no_queries else attention.latent_queries)(*arguments)
+        values = _values if attention.why_no_values(q_MHW, cache, pages, w_v) else attention.attention_values
     return values(q_MHW, cache, pages, lengths, w_v, scale)
 
 

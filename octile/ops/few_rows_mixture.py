@@ -21,7 +21,9 @@ from octile.ops.grouped import grouped_matmul_nt
 from octile.ops.matmul import matmul_nt
 from octile.ops.norm import check_operands, rms_norm_quantize
 from octile.ops.operator import operator
+from octile.ops.permute import unpermute
 from octile.ops.quantize import check_device, check_scale
+from octile.ops.row_invariant import row_invariant_scaled_nt
 from octile.ops.swiglu import swiglu_quantize
 
 E4M3 = torch.float8_e4m3fn
@@ -50,6 +52,7 @@ def few_rows_mixture(
     shared_down: Tensor | None,
     shared_down_scale: Tensor | None,
     power_of_2: bool,
+    row_invariant: bool = False,
 ) -> Tensor:
     """Add to x the mixture of its normalized rows: x + Σ weight · expert(norm(x)) + shared(norm(x)).
 
@@ -68,6 +71,8 @@ def few_rows_mixture(
             GPU reads these, norm_weight and gate_weight before the previous kernel of the stream has ended, which must
             not write them.
         power_of_2: whether to round the scales of activations up to powers of two.
+        row_invariant: whether a row has the bits of the operators whose rows do not depend on each other: gate, GEMMs
+            and `unpermute`, whose results are rounded to x's dtype, each.
 
     Returns:
         experts int64 [T, K], as `gate`.
@@ -81,14 +86,14 @@ def few_rows_mixture(
     experts = up, up_scale, down, down_scale
     shared = shared_up, shared_up_scale, shared_down, shared_down_scale
     _check(x, norm_weight, gate_weight, bias, choice, experts, shared)
-    return _mixture(x, norm_weight, eps, gate_weight, bias, choice, experts, shared, power_of_2)
+    return _mixture(x, norm_weight, eps, gate_weight, bias, choice, experts, shared, power_of_2, row_invariant)
 
 
 @few_rows_mixture.register_fake
 def _(
     x, norm_weight, eps, gate_weight, bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob,
     routed_scaling_factor, up, up_scale, down, down_scale, shared_up, shared_up_scale, shared_down, shared_down_scale,
-    power_of_2,
+    power_of_2, row_invariant=False,
 ):  # fmt: skip
     return x.new_empty(x.shape[0], n_chosen, dtype=torch.int64)
 
@@ -97,12 +102,12 @@ def _(
 def _(
     x, norm_weight, eps, gate_weight, bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob,
     routed_scaling_factor, up, up_scale, down, down_scale, shared_up, shared_up_scale, shared_down, shared_down_scale,
-    power_of_2,
+    power_of_2, row_invariant=False,
 ):  # fmt: skip
     experts, shared = (up, up_scale, down, down_scale), (shared_up, shared_up_scale, shared_down, shared_down_scale)
     choice = n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor
     _check(x, norm_weight, gate_weight, bias, choice, experts, shared)
-    arguments = x, norm_weight, eps, gate_weight, bias, choice, experts, shared, power_of_2
+    arguments = x, norm_weight, eps, gate_weight, bias, choice, experts, shared, power_of_2, row_invariant
     run = _mixture if mixture.why_unsupported(*arguments) else mixture.launch
     return run(*arguments)
 
@@ -117,10 +122,11 @@ def _mixture(
     experts: mixture.Weights,
     shared: mixture.SharedWeights,
     power_of_2: bool,
+    row_invariant: bool,
 ) -> Tensor:
     up, up_scale, down, down_scale = experts
     data, scale, _, normed = rms_norm_quantize(x, norm_weight, eps, "e4m3", power_of_2, True)
-    weights_TK, experts_TK, _ = gate(normed, gate_weight, bias, *choice)
+    weights_TK, experts_TK, _ = gate(normed, gate_weight, bias, *choice, row_invariant)
 
     chosen_R = experts_TK.flatten()
     order_R = chosen_R.argsort(stable=True)
@@ -130,20 +136,35 @@ def _mixture(
     )
     offs_E = count_E.cumsum(0, dtype=torch.int32)
     rows, rows_scale = data[row_R], new_scale(data[row_R], *TILE).copy_(scale[row_R])
-    gate_up = grouped_matmul_nt(rows, rows_scale, TILE, up, up_scale, BLOCK, offs_E, x.dtype)
+    dtype = x.dtype if row_invariant else torch.float32  # of what is summed
+
+    def multiply(
+        a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        operands = a, a_scale, TILE, b, b_scale, BLOCK
+        if row_invariant:
+            return row_invariant_scaled_nt(*operands, offs, dtype)
+        return matmul_nt(*operands, dtype) if offs is None else grouped_matmul_nt(*operands, offs, dtype)
+
+    gate_up = multiply(rows, rows_scale, up, up_scale, offs_E, x.dtype)
     h, h_scale = swiglu_quantize(*gate_up.chunk(2, dim=-1), "e4m3", power_of_2, weights_TK.flatten()[order_R])
-    y_RD = grouped_matmul_nt(h, h_scale, TILE, down, down_scale, BLOCK, offs_E, torch.float32)
-    y_TKD = torch.empty_like(y_RD).index_copy_(0, order_R, y_RD).unflatten(0, experts_TK.shape)
-    sum_TD = x.float() + y_TKD.sum(1)
+    y_RD = multiply(h, h_scale, down, down_scale, offs_E, dtype)
+    shared_TD: Tensor | None = None
     shared_up, shared_up_scale, shared_down, shared_down_scale = shared
     if shared_up is not None:
         assert shared_up_scale is not None  # `_check`
         assert shared_down is not None
         assert shared_down_scale is not None
-        gate_up = matmul_nt(data, scale, TILE, shared_up, shared_up_scale, BLOCK, x.dtype)
+        gate_up = multiply(data, scale, shared_up, shared_up_scale, None, x.dtype)
         h, h_scale = swiglu_quantize(*gate_up.chunk(2, dim=-1), "e4m3", power_of_2)
-        sum_TD += matmul_nt(h, h_scale, TILE, shared_down, shared_down_scale, BLOCK, torch.float32)
-    x.copy_(sum_TD)
+        shared_TD = multiply(h, h_scale, shared_down, shared_down_scale, None, dtype)
+    if row_invariant:
+        row_ids_TK = order_R.argsort().int().view(experts_TK.shape)
+        x.add_(unpermute(y_RD, row_ids_TK, shared_TD))
+        return experts_TK
+    y_TKD = torch.empty_like(y_RD).index_copy_(0, order_R, y_RD).unflatten(0, experts_TK.shape)
+    sum_TD = x.float() + y_TKD.sum(1)
+    x.copy_(sum_TD if shared_TD is None else sum_TD.add_(shared_TD))
     return experts_TK
 
 

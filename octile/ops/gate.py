@@ -40,6 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octile.kernels import backends
+from octile.kernels.cuda.gate import choice
 from octile.kernels.terms import TERMS
 from octile.ops.matmul import without_autocast
 from octile.ops.operator import operator
@@ -89,8 +90,8 @@ def gate(
     """
     check_gate(x, weight, bias, n_chosen, n_group, topk_group, best, scoring_func)
     logits = _row_invariant_logits(x, weight) if row_invariant else _logits(x, weight)
-    choice = n_chosen, n_group, topk_group, best
-    return *route(logits, bias, *choice, scoring_func, norm_topk_prob, routed_scaling_factor), logits
+    settings = n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor
+    return *route(logits, bias, *settings), logits
 
 
 @gate.register_fake
@@ -115,9 +116,12 @@ def _(
     if x.dtype != torch.bfloat16:
         logits = _row_invariant_logits(x, weight) if row_invariant else _logits(x, weight)
         return kernel.launch(logits, bias, *settings, len(weight), row_invariant)
-    if row_invariant:
-        return kernel.launch_row_invariant(x, weight, bias, *settings)
-    return backends.run("gate", x, weight, bias, *settings)
+    if not row_invariant:
+        return backends.run("gate", x, weight, bias, *settings)
+    products = kernel.row_invariant_products(x, weight)
+    if choice.why_unsupported(products, bias, settings, len(weight)):
+        return kernel.launch(products, bias, *settings, len(weight), row_invariant)
+    return choice.launch(products, bias, settings, len(weight))  # as small-batch decode chooses
 
 
 def sigmoid(x: Tensor) -> Tensor:

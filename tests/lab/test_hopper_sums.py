@@ -6,6 +6,7 @@ from torch import Tensor
 
 from octile.lab import hopper_sums
 from octile.lab.tensor_core import tensor_core_matmul
+from octile.ops.absorbed_attention import PART
 from octile.ops.gate import gate
 from octile.ops.paged_attention import paged_attention, paged_attention_with_lse
 from octile.ops.row_invariant import row_invariant_matmul_nt, row_invariant_matmul_nt_out
@@ -97,12 +98,12 @@ def test_compute_replaces_what_it_models_and_calls_the_rest():
     assert torch.equal(hopper_sums.compute(gate.overload, gating, {})[2], gate(*gating)[2])
 
 
-@pytest.mark.parametrize("part", [512, 64])
+@pytest.mark.parametrize("part", [PART, 64])
 def test_attention_in_parts_of_another_size_is_that_of_this_machine(part: int):
     cache, pages = cache_of(100)
     q, lengths = normal(2, HEADS, LATENT + ROPE, seed=3), torch.tensor([100, 70], dtype=torch.int32)
     arguments = q, cache, pages.expand(2, -1), lengths, LATENT, SCALE, part, 1
     found = hopper_sums.compute(paged_attention.overload, arguments, {})
     modeled, own = hopper_sums.attend(*arguments[:6])[0], paged_attention(*arguments)
-    assert torch.equal(found, modeled if part == 512 else own)
+    assert torch.equal(found, modeled if part == PART else own)
     assert not torch.equal(modeled, own)

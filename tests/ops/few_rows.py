@@ -77,6 +77,41 @@ def attention(
     return drawn | of_cache | {"w_v": w_v, "eps": 1e-6, "scale": 0.05}
 
 
+def attention_of_last_bits(
+    length: int, n_heads: int, nope_dim: int = 128, values: int = 128
+) -> dict[str, Tensor | float]:
+    """Draw arguments of `latent_attention` for one row, of which all sums almost cancel.
+
+    So BF16 results have few of the leading bits of what is summed, and show in which order it was.
+    """
+    drawn = attention([length], n_heads, nope_dim, values)
+    q, w_k, w_v, cache = (drawn[name] for name in ("q", "w_k", "w_v", "cache"))
+    cancel(q.unflatten(-1, (n_heads, -1))[..., :nope_dim], w_k)
+    cancel(cache[..., :512], w_v)
+    cache[:, 1::2] = cache[:, ::2]  # keys in pairs, with values of other signs
+    cache[:, 1::2, :512] *= -1
+    drawn["norm_weight"] = near_ties(drawn["kv"][:, :512], drawn["norm_weight"], drawn["eps"])
+    return drawn
+
+
+def cancel(x: Tensor, weight: Tensor) -> None:
+    """Change x [..., K] and weight [..., K] so that the second half of their product is almost minus the first one."""
+    half = x.shape[-1] // 2
+    x[..., half:], weight[..., half:] = x[..., :half], -weight[..., :half]
+    weight[..., -1] *= 1 + 2**-7
+
+
+def near_ties(latent: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return weights of RMSNorm near those given, with which channels of one row lie next to ties of rounding to BF16.
+
+    So every second channel or so shows the last bit of the factor 1 / √(mean(x²) + eps).
+    """
+    unit = latent[0].double() * (latent[0].double().square().mean() + eps).rsqrt()
+    bits = (unit * weight.double()).float().view(torch.int32)
+    tie = ((bits & ~0xFFFF) | 0x8000).view(torch.float32).double()
+    return (tie / unit).float().where(unit != 0, weight.float())
+
+
 def close(found: Tensor, expected: Tensor) -> bool:
     """Whether BF16 results differ by roundings only: each by two units of the last place of its row's largest."""
     found, expected = found.float(), expected.float()

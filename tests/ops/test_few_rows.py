@@ -76,6 +76,18 @@ def test_attention_in_latent_space_is_attention_to_keys_and_values(lengths: list
         assert (found[row].float() - expected).norm() <= 0.02 * expected.norm()
 
 
+def test_a_row_of_row_invariant_attention_has_the_bits_that_it_has_alone():
+    arguments = few_rows.attention([70, 5, 64], 3, 32) | {"row_invariant": True}
+    together = latent_attention(**arguments)
+    of_rows = ("q", "kv", "cos", "sin", "slots", "pages", "lengths")
+    for row in range(3):
+        cache = few_rows.attention([70, 5, 64], 3, 32)["cache"]
+        one = {name: arguments[name][row : row + 1] for name in of_rows}
+        assert torch.equal(latent_attention(**arguments | one | {"cache": cache})[0], together[row])
+        slot = int(arguments["slots"][row])
+        assert torch.equal(cache.flatten(0, 1)[slot], arguments["cache"].flatten(0, 1)[slot])
+
+
 @dataclass
 class Refusal:
     change: dict[str, Any]
@@ -136,6 +148,7 @@ def test_a_product_of_few_rows_is_well_formed():
     assert_well_formed(few_rows_nt, (x, norm_weight, 1e-6, weight, scale, False, add))
 
 
-def test_attention_of_few_rows_is_well_formed():
-    drawn = few_rows.attention([70, 0], 3, 32)
+@pytest.mark.parametrize("row_invariant", [False, True])
+def test_attention_of_few_rows_is_well_formed(row_invariant: bool):
+    drawn = few_rows.attention([70, 0], 3, 32) | {"row_invariant": row_invariant}
     assert_well_formed(latent_attention, [drawn[name] for name in inspect.signature(latent_attention).parameters])

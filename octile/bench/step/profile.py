@@ -32,11 +32,13 @@ STEPS = 4  # in sequence; only the last counts, since a GPU that has rested is f
 GEMMS = ("matmul_nt", "grouped_matmul_nt", "grouped_wgrad")
 FUSED = re.compile(r"^triton_(poi|red|per|for)_")  # kernels of inductor, whose names also list operators around them
 ATTENTION = re.compile(
-    r"sdpa|flash|fmha|attention|attend_pages|merge_splits|mla_decode|mla_merge|latent_queries|mla_few_rows|merge_values",
+    r"sdpa|flash|fmha|attention|attend_pages|merge_splits|mla_decode|mla_merge|latent_queries|mla_few_rows|merge_values"
+    r"|mla_one_row|values_one_row",
     re.IGNORECASE,
 )
 GEMM = re.compile(
-    r"gemm|nvjet|cutlass|matmul|xmma|_mm_|high_precision_(nt|tn)|few_rows_nt|mixture_(gate|up|down)", re.IGNORECASE
+    r"gemm|nvjet|cutlass|matmul|xmma|_mm_|high_precision_(nt|tn)|few_rows_nt|one_row_nt|mixture_(gate|up|down)",
+    re.IGNORECASE,
 )
 
 

@@ -73,19 +73,13 @@ def launch_from_x(
     return launch(torch.mm(x, terms.mT, out_dtype=torch.float32), bias, *settings)
 
 
-def launch_row_invariant(
-    x: Tensor, weight: Tensor, bias: Tensor | None, n_chosen: int, n_group: int, topk_group: int, best: int,
-    scoring_func: str, norm_topk_prob: bool, routed_scaling_factor: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Multiply BF16 x [T, D] by the weight [E, D] and choose K experts as `launch` does, each row on its own.
+def row_invariant_products(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply BF16 x [T, D] by the P terms of the weight [E, D], each row on its own → [T, P·E] float32.
 
     A weight in BF16 has one term, and as many numbers in FP32 have two more that are zero: the same bits.
     """
     terms = weight if weight.dtype == torch.bfloat16 else launch_terms(weight, range(TERMS))
-    products = row_invariant.launch(x[None], terms[None], torch.float32)[0]
-    choice = n_chosen, n_group, topk_group, best
-    settings = *choice, scoring_func, norm_topk_prob, routed_scaling_factor, len(weight)
-    return launch(products, bias, *settings, row_invariant=True)
+    return row_invariant.launch(x[None], terms[None], torch.float32)[0]
 
 
 def launch_with_gemm(

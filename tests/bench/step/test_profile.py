@@ -108,7 +108,11 @@ def test_the_kernels_of_flash_attn_4_are_attention_although_cutlass_generates_th
     ("name", "kind"),
     [
         *((name, "attention") for name in ("mla_few_rows", "latent_queries", "merge_values", "mla_merge")),
-        *((name, "product") for name in ("few_rows_nt", "mixture_gate", "mixture_up", "high_precision_nt")),
+        *((name, "attention") for name in ("mla_one_row", "values_one_row")),
+        *(
+            (name, "product")
+            for name in ("few_rows_nt", "one_row_nt", "mixture_gate", "mixture_up", "high_precision_nt")
+        ),
         *((name, "other") for name in ("rms_norm_high_precision", "swiglu_high_precision", "choose_experts")),
     ],
 )

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from octile.kernels.cuda.few_rows import attention
 from octile.kernels.cuda.gemm import request
+from octile.ops import few_rows as operators
 from octile.ops.few_rows import few_rows_nt, latent_attention
 from tests.ops import few_rows
 
@@ -43,6 +45,30 @@ def test_products(m: int, k: int, n: int, norm: torch.dtype | None, add: bool, p
     found = few_rows_nt(x, norm_weight, 1e-6, weight, scale, power_of_2, rows)
     assert few_rows.close(found.cpu(), expected)
     assert torch.equal(few_rows_nt(x, norm_weight, 1e-6, weight, scale, power_of_2, rows), found)
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "norm", "add", "power_of_2"),
+    [
+        (2048, 3648, torch.float32, False, False),
+        (2048, 2048, None, True, True),
+        (1168, 130, None, True, False),
+        (7168, 2112, torch.bfloat16, False, True),
+        (16384, 256, None, False, False),
+        (256, 64, torch.float32, False, False),  # whose norm another kernel sums
+    ],
+)
+def test_one_row_has_the_bits_of_row_invariant_gemms(
+    k: int, n: int, norm: torch.dtype | None, add: bool, power_of_2: bool
+):
+    for seed in range(10):
+        arguments = on_gpu(*few_rows.product(1, k, n, norm, add, seed))
+        x, norm_weight, weight, scale, rows = arguments
+        of_all = norm_weight, 1e-6, weight, scale, power_of_2
+        found = few_rows_nt(x, *of_all, rows, row_invariant=True)
+        among_others = torch.cat([x.flip(1), x, x])  # which the single operators compute
+        added = None if rows is None else rows.expand(3, -1)
+        assert torch.equal(few_rows_nt(among_others, *of_all, added, row_invariant=True)[1:], found.expand(2, -1))
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-40, 1e36, math.inf, math.nan])
@@ -98,6 +124,71 @@ def test_rows_of_one_text_attend_to_those_before():
     found, _ = attend(rows)
     expected = latent_attention(**rows)
     assert (found.float() - expected.float()).norm() <= 0.01 * expected.float().norm()
+
+
+OF_LAST_BITS = pytest.mark.parametrize("almost_cancels", [False, True], ids=["random", "sums that almost cancel"])
+
+
+def of_one_row(length: int, n_heads: int, almost_cancels: bool) -> dict[str, Tensor | float]:
+    drawn = (
+        few_rows.attention_of_last_bits if almost_cancels else lambda length, n: few_rows.attention([length], n, 128)
+    )
+    return {name: t.cuda() if isinstance(t, Tensor) else t for name, t in drawn(length, n_heads).items()}
+
+
+QUERIES = "q", "kv", "w_k", "norm_weight", "eps", "cos", "sin", "slots"
+
+
+@OF_LAST_BITS
+@pytest.mark.parametrize("n_heads", [16, 20])
+@pytest.mark.parametrize("length", [1, 7, 63, 64, 65, 512, 513, 1056, 2047, 2048, 2049, 4097, 9000])
+def test_row_invariant_attention_of_one_row_has_the_bits_of_the_operators(
+    length: int, n_heads: int, almost_cancels: bool
+):
+    arguments = of_one_row(length, n_heads, almost_cancels)
+    caches = [arguments["cache"].clone() for _ in range(2)]
+    drawn = [arguments[name] for name in QUERIES]
+    queries = attention.latent_queries(*drawn, caches[0])
+    expected = operators._row_invariant_queries(*drawn, caches[1])
+    assert torch.equal(caches[0], caches[1])
+    assert torch.equal(queries, expected)
+    text = caches[0], arguments["pages"], arguments["lengths"], arguments["w_v"]
+    assert attention.why_no_values(queries, *text[:2], text[3], row_invariant=True) is None
+    values = operators._row_invariant_values(queries, *text, arguments["scale"])
+    assert torch.equal(attention.row_invariant_values(queries, *text, arguments["scale"]), values)
+    assert torch.equal(latent_attention(**arguments, row_invariant=True), values)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("m", [1, 5, 9])
+def test_row_invariant_attention_of_any_rows_has_the_bits_of_each(m: int, dtype: torch.dtype):
+    arguments = few_rows.attention([1500 + 300 * i for i in range(m)], 16, 128, dtype=dtype)  # of one part, and two
+    arguments = {name: t.cuda() if isinstance(t, Tensor) else t for name, t in arguments.items()}
+    together = latent_attention(**arguments, row_invariant=True)
+    of_rows = "q", "kv", "cos", "sin", "slots", "pages", "lengths"
+    for row in range(m):
+        one = {name: arguments[name][row : row + 1] for name in of_rows}
+        assert torch.equal(latent_attention(**arguments | one, row_invariant=True)[0], together[row])
+
+
+def test_a_graph_of_row_invariant_attention_is_replayed_with_longer_texts():
+    arguments = of_one_row(4500, 16, False)
+    lengths, slots, kv = (arguments[name] for name in ("lengths", "slots", "kv"))
+    pages, text = arguments["pages"][0].long(), {**arguments, "cache": arguments["cache"].clone()}
+    latent_attention(**text, row_invariant=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = latent_attention(**text, row_invariant=True)
+    arguments["cache"].copy_(text["cache"])
+    for length in (1, 64, 65, 512, 513, 2047, 2048, 2049, 2050, 4096, 4097, 4500):
+        lengths.fill_(length)
+        slots.copy_(pages[(length - 1) // 64, None] * 64 + (length - 1) % 64)
+        kv.copy_(torch.randn(kv.shape, generator=few_rows.generator(length)))
+        graph.replay()
+        queries = operators._row_invariant_queries(*(arguments[name] for name in QUERIES), arguments["cache"])
+        rest = (arguments[name] for name in ("cache", "pages", "lengths", "w_v", "scale"))
+        assert torch.equal(found, operators._row_invariant_values(queries, *rest))
+        assert torch.equal(text["cache"], arguments["cache"])
 
 
 def test_a_graph_is_replayed_with_other_values():

@@ -70,6 +70,28 @@ def test_shapes_and_choices(t: int, sizes: dict[str, int], changes: dict[str, An
     assert_close(on_gpu(t, **sizes) | of_gpu)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "changes"),
+    [
+        (V2_LITE, {}),
+        ({"e": 16, "d": 7168, "i": 2048, "s": 2048, "k": 8}, {"n_group": 4, "topk_group": 2, "best": 2}),
+        ({"e": 256, "d": 512, "i": 128, "s": 128, "k": 8}, {"scoring_func": "softmax", "norm_topk_prob": True}),
+        ({"e": 40, "d": 384, "i": 256, "s": 0, "k": 1}, {"power_of_2": True}),
+    ],
+    ids=str,
+)
+def test_one_row_has_the_bits_of_operators_whose_rows_are_independent(sizes: dict[str, int], changes: dict[str, Any]):
+    a = on_gpu(1, **sizes)
+    a |= changes | {"gate_weight": a["gate_weight"].bfloat16(), "row_invariant": True}
+    for seed in range(20):
+        a["x"] = torch.randn(a["x"].shape, generator=torch.Generator().manual_seed(seed)).bfloat16().cuda()
+        (found, experts), (expected, expected_experts) = (
+            _called(a, call) for call in (few_rows_mixture, few_rows_mixture.reference)
+        )
+        assert torch.equal(experts, expected_experts)
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("value", [0.0, 1e-40, 1e36, math.inf, math.nan])
 def test_extreme_values_stay_in_their_row(value: float):
     a = on_gpu(3, **V2_LITE)
@@ -82,16 +104,18 @@ def test_calls_that_the_kernels_do_not_support_are_computed_by_other_operators(t
     assert_close(on_gpu(t, dtype, **V2_LITE))
 
 
-@pytest.mark.parametrize("t", [1, 4])
-def test_a_graph_is_replayed_with_other_values(t: int):
+@pytest.mark.parametrize(("t", "row_invariant"), [(1, False), (4, False), (1, True)])
+def test_a_graph_is_replayed_with_other_values(t: int, row_invariant: bool):
     """Each kernel starts before the previous one has ended, and still reads what that one has written."""
     layers = [on_gpu(t, e=16, d=1024, i=256, s=512, k=4, seed=seed) for seed in range(8)]
+    for layer in layers:
+        layer["gate_weight"] = layer["gate_weight"].to(torch.bfloat16 if row_invariant else torch.float32)
     x = layers[0]["x"].clone()
 
     def compute(synchronize: bool) -> Tensor:
         rows = x.clone()
         for layer in layers:
-            few_rows_mixture(*(layer | {"x": rows}).values())
+            few_rows_mixture(*(layer | {"x": rows}).values(), row_invariant)
             if synchronize:
                 torch.cuda.synchronize()
         return rows
@@ -113,4 +137,8 @@ def test_the_kernels_are_used_for_the_shape_of_v2_lite(t: int):
     numbers = [a[name] for name in list(a)[5:12]]
     weights = [a[name] for name in list(a)[12:20]]
     before = a["x"], a["norm_weight"], a["eps"], a["gate_weight"], a["bias"]
-    assert mixture.why_unsupported(*before, tuple(numbers), tuple(weights[:4]), tuple(weights[4:]), False) is None
+    others = tuple(numbers), tuple(weights[:4]), tuple(weights[4:]), False
+    assert mixture.why_unsupported(*before, *others, False) is None
+    if t == 1:
+        exact = *before[:3], a["gate_weight"].bfloat16(), a["bias"]
+        assert mixture.why_unsupported(*exact, *others, True) is None

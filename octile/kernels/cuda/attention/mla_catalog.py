@@ -6,7 +6,7 @@ from typing import NamedTuple
 from octile.kernels.cuda.attention import mla_decode
 
 SMS = 132
-PART = 512  # positions of a part, as `octile.ops.absorbed_attention` has it
+PART = 2048  # positions of a part, as `octile.ops.absorbed_attention` has it
 
 
 class KernelPlan(NamedTuple):

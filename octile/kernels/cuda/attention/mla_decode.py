@@ -189,7 +189,7 @@ def launch_rows(
         prepared = _prepared[key] = _Prepared(made, q.device)
     made, max_parts = prepared.made, parts_of(pages.shape[1], part)
     slots = rows * max_parts if part else made.slots
-    partials = q.new_empty(slots, n_heads, LATENT, dtype=torch.float32)
+    partials = q.new_empty(0 if max_parts == 1 else slots, n_heads, LATENT, dtype=torch.float32)
     lse_of_slots = q.new_empty(slots, n_heads, dtype=torch.float32)
     starts = q.new_empty(rows + 1, dtype=torch.int32)
     map_of_cache = made.map_of(cache.shape[0], is_fp8) or bytes(tensor_map.BYTES)
@@ -204,11 +204,11 @@ def launch_rows(
 
 
 def rows_at_once(rows: int, n_heads: int, max_parts: int) -> int:
-    """Return how many of the rows attend in one launch, as many in each: all parts of all of them have partial results.
+    """Return how many of the rows attend in one launch, as many in each: several parts of them have partial results.
 
     How a row is divided into parts does not depend on other rows, so neither do its bits.
     """
-    most = max(MAX_PARTIALS // (max_parts * n_heads), 1) if max_parts else rows
+    most = max(MAX_PARTIALS // (max_parts * n_heads), 1) if max_parts > 1 else rows
     return -(-rows // -(-rows // most))
 
 

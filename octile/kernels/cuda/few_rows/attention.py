@@ -4,6 +4,12 @@
     mla_few_rows     attention to a split of a row's positions, by halves of pages
     merge_values     merges the splits of a row, and multiplies by W_UV
 
+With the bits of the operators in batch-invariant mode:
+
+    latent_queries   as above
+    mla_one_row      attention to a part of one row's positions, by a cluster of thread blocks
+    values_one_row   merges the parts, and multiplies by W_UV
+
 See `octile.kernels.cuda.few_rows.launcher` for how they are launched.
 """
 
@@ -13,14 +19,20 @@ from torch import Tensor
 from octile.kernels.cuda.few_rows.launcher import MAX_KEYS, MAX_ROWS, SUMS_BYTES, TILE_ROWS, WARPS, prepare
 from octile.kernels.cuda.gemm import request
 from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
-from octile.kernels.cuda.quantize.launcher import DTYPES
+from octile.kernels.cuda.quantize.launcher import DTYPES, norm_parts
 from octile.kernels.memory_layout import VECTOR
 
 LATENT, ROTARY = 512, 64
 WIDTH = LATENT + ROTARY
+PAGE = 64  # positions of a page
 HEADS, KEYS, STAGES = 16, 32, 4  # of a thread block of mla_few_rows.cu
 CLUSTER = 8  # of merge_values.cu
 MAX_SPLITS = 64  # of a row
+# Of mla_one_row.cu, whose clusters have CLUSTER thread blocks and take as many pages at a time. An H100 has room for
+# about 16 of them at a time.
+PART_PAGES, ONE_ROW_HEADS, MAX_CLUSTERS = 32, 8, 16
+MERGE_THREADS = LATENT // 4  # of values_one_row.cu
+MAX_CHAIN = 512  # columns that `octile.kernels.triton.row_invariant` sums without a break
 
 _prepared: BoundedCache[PreparedKernel] = BoundedCache(MAX_KEYS)
 
@@ -32,9 +44,9 @@ def why_no_queries(
     if (why := _why_not_rows(q, w_k)) is not None:
         return why
     (_, latent, nope), rotary = w_k.shape, kv.shape[1] - w_k.shape[1]
-    if (latent, rotary) != (LATENT, ROTARY) or nope % 32:
+    if (latent, rotary) != (LATENT, ROTARY) or nope % 16:
         return (
-            f"heads have {nope} + {rotary} channels and latents {latent}, not a multiple of 32 + {ROTARY} and {LATENT}"
+            f"heads have {nope} + {rotary} channels and latents {latent}, not a multiple of 16 + {ROTARY} and {LATENT}"
         )
     if cache.dtype not in (torch.bfloat16, torch.uint8) or cache.data_ptr() % VECTOR:
         return f"the cache is {cache.dtype}, not bfloat16 or FP8 rows, or begins at no multiple of {VECTOR} bytes"
@@ -50,14 +62,26 @@ def why_no_queries(
     return request.why_not_on(q.device)
 
 
-def why_no_values(q: Tensor, cache: Tensor, pages: Tensor, w_v: Tensor) -> str | None:
-    """Return why `attention_values` does not support a call; None: it does."""
+def why_no_row_invariant_queries(w_k: Tensor, norm_weight: Tensor) -> str | None:
+    """Return why `latent_queries` may not have the bits of the operators in batch-invariant mode; None: it has them."""
+    if norm_weight.data_ptr() % VECTOR:
+        return f"the norm's weight does not begin at a multiple of {VECTOR} bytes: another kernel normalizes many rows"
+    if w_k.shape[2] > MAX_CHAIN:
+        return f"heads have {w_k.shape[2]} channels, more than the {MAX_CHAIN} that are summed without a break"
+    return None
+
+
+def why_no_values(q: Tensor, cache: Tensor, pages: Tensor, w_v: Tensor, row_invariant: bool = False) -> str | None:
+    """Return why `attention_values`, or `row_invariant_values`, does not support a call; None: it does."""
     if (why := _why_not_rows(q, w_v)) is not None:
         return why
     if cache.dtype != torch.bfloat16 or (w_v.shape[2], q.shape[2]) != (LATENT, WIDTH):
         return f"the cache is {cache.dtype}, or rows do not have {LATENT} + {ROTARY} channels"
-    if w_v.shape[1] % (CLUSTER * TILE_ROWS):
-        return f"values have {w_v.shape[1]} channels, not a multiple of {CLUSTER * TILE_ROWS}"
+    tile_rows = TILE_ROWS if row_invariant else CLUSTER * TILE_ROWS
+    if w_v.shape[1] % tile_rows:
+        return f"values have {w_v.shape[1]} channels, not a multiple of {tile_rows}"
+    if row_invariant and len(q) > 1:
+        return f"there are {len(q)} rows, not 1"
     if not pages.shape[1] or not cache.shape[0] or pages.stride(1) != 1:
         return "there are no pages, or their rows are not contiguous"
     if q.data_ptr() % VECTOR or cache.data_ptr() % VECTOR or not q.is_contiguous():
@@ -122,6 +146,34 @@ def attention_values(q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, w
     return out
 
 
+def row_invariant_values(q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, w_v: Tensor, scale: float) -> Tensor:
+    """Compute `attention_values` of one row with the bits of the operators in batch-invariant mode."""
+    (m, n_heads, _), values, max_parts = q.shape, w_v.shape[1], -(-pages.shape[1] // PART_PAGES)
+    clusters = clusters_of(n_heads, max_parts)
+    key = "mla_one_row", n_heads, clusters, values, q.device
+    attend, merge = _prepared[key], _prepared[("values_one_row", *key[1:])]
+    if attend is None or merge is None:
+        attend = _prepared[key] = prepare("mla_one_row", plan_one_row(), clusters * CLUSTER, q.device, cluster=CLUSTER)
+        merge = _prepared[("values_one_row", *key[1:])] = prepare(
+            "values_one_row", plan_values(values), n_heads * values // TILE_ROWS, q.device, threads=MERGE_THREADS
+        )
+    partial = q.new_empty(max_parts, n_heads, LATENT, dtype=torch.float32)
+    lse = q.new_empty(max_parts, n_heads, dtype=torch.float32)
+    out = q.new_empty(m, n_heads * values)
+    pointers = partial.data_ptr(), lse.data_ptr()
+    attend.launch_at(
+        (q.data_ptr(), cache.data_ptr(), pages.data_ptr(), lengths.data_ptr(), *pointers, scale, n_heads)
+    )()
+    merge.launch_at((*pointers, lengths.data_ptr(), w_v.data_ptr(), out.data_ptr(), n_heads))()
+    return out
+
+
+def clusters_of(n_heads: int, max_parts: int) -> int:
+    """Return how many clusters of mla_one_row.cu share the heads and the parts of a row."""
+    head_blocks = -(-n_heads // ONE_ROW_HEADS)
+    return head_blocks * max(min(max_parts, MAX_CLUSTERS // head_blocks), 1)
+
+
 def splits_of(m: int) -> int:
     """Return into how many parts the positions of each of m rows are divided."""
     return MAX_SPLITS if m <= 2 else MAX_SPLITS // 2 if m <= 4 else MAX_SPLITS // 4
@@ -131,9 +183,10 @@ def plan_queries(
     m: int, latent: int, nope: int, rotary: int, is_fp8: bool, norm_dtype: torch.dtype
 ) -> dict[str, int | bool]:
     """Return the constants of latent_queries.cu."""
+    units, warps = norm_parts(latent)
     return {
-        "rows": m, "latent": latent, "nope": nope, "rotary": rotary, "fp8": is_fp8,
-        "weight_dtype": DTYPES[norm_dtype], "shared_bytes": 4 * WARPS,
+        "rows": m, "latent": latent, "nope": nope, "rotary": rotary, "fp8": is_fp8, "norm_units": units,
+        "norm_warps": warps, "weight_dtype": DTYPES[norm_dtype], "shared_bytes": 4 * WARPS,
     }  # fmt: skip
 
 
@@ -153,3 +206,18 @@ def plan_merge(m: int, values: int) -> dict[str, int | bool]:
         "splits": splits_of(m),
         "shared_bytes": merged + parts + MAX_ROWS * 4 + SUMS_BYTES,
     }
+
+
+def plan_one_row() -> dict[str, int | bool]:
+    """Return the constants of mla_one_row.cu."""
+    keys = CLUSTER * PAGE
+    rows = (PAGE + ONE_ROW_HEADS) * (2 * WIDTH + VECTOR) + keys * (2 * LATENT // CLUSTER + VECTOR)
+    scores = 2 * ONE_ROW_HEADS * (keys + 4) * 4
+    weights = ONE_ROW_HEADS * (2 * keys + VECTOR)
+    head_values = ONE_ROW_HEADS * (CLUSTER // 2 * 8 + 4 + 4)
+    return {"part_pages": PART_PAGES, "shared_bytes": rows + scores + weights + head_values + 2 * 8}
+
+
+def plan_values(values: int) -> dict[str, int | bool]:
+    """Return the constants of values_one_row.cu."""
+    return {"values": values, "part_pages": PART_PAGES, "shared_bytes": 2 * LATENT}

@@ -1,30 +1,30 @@
-// A warp's part of a BF16 tile: 16 rows of a weight, `chunks` · 32 columns of each, times rows of x.
+// A warp's part of a BF16 tile: 16 rows of a weight, 16 · `steps` columns of each, times rows of x.
+//
+// mma takes 16 columns a step, in the order of K, as wgmma does: both have the same arithmetic, so a chain of all columns
+// has the bits of triton/row_invariant.py. Within a step a lane may have any four columns, here contiguous ones.
 #pragma once
 #include "warp_sums.cuh"
 
-template <int chunks>
+template <int steps>
 struct Bf16Tile {
-    uint4 bytes[chunks][2];  // [32 columns][row]
+    uint2 bytes[steps][2];  // [16 columns][row]
 
     // top: row lane.group of the tile, from the warp's first column on; rows begin `width` elements apart.
     __device__ __forceinline__ void load(const Lane& lane, const uint16_t* top, int width) {
 #pragma unroll
-        for (int c = 0; c < chunks; ++c) {
-            bytes[c][0] = ptx::load_weight_16(top + 32 * c + 8 * lane.member);
-            bytes[c][1] = ptx::load_weight_16(top + 8 * width + 32 * c + 8 * lane.member);
+        for (int step = 0; step < steps; ++step) {
+            bytes[step][0] = ptx::load_weight_8(top + 16 * step + 4 * lane.member);
+            bytes[step][1] = ptx::load_weight_8(top + 8 * width + 16 * step + 4 * lane.member);
         }
     }
 
-    // d[16, 8] += the product; of_x(c): the lane's 8 values of its row of x, from column 32 · c + 8 · member on.
-    template <class Values>
-    __device__ __forceinline__ void multiply(float (&d)[4], Values of_x) const {
+    // d[16, 8] += the product; x: the lane's row of x, from the warp's first column on.
+    __device__ __forceinline__ void multiply(float (&d)[4], const Lane& lane, const uint16_t* x) const {
+        const uint2* of_x = reinterpret_cast<const uint2*>(x) + lane.member;
 #pragma unroll
-        for (int c = 0; c < chunks; ++c) {
-            const uint4 x = of_x(c);
-#pragma unroll
-            for (int j = 0; j < 2; ++j)
-                ptx::mma_bf16(d, word(bytes[c][0], 2 * j), word(bytes[c][1], 2 * j), word(bytes[c][0], 2 * j + 1),
-                              word(bytes[c][1], 2 * j + 1), word(x, 2 * j), word(x, 2 * j + 1));
+        for (int step = 0; step < steps; ++step) {
+            const uint2 own = of_x[4 * step];
+            ptx::mma_bf16(d, bytes[step][0].x, bytes[step][1].x, bytes[step][0].y, bytes[step][1].y, own.x, own.y);
         }
     }
 };

@@ -3,15 +3,21 @@
 // Each thread block of a product quantizes all rows, and normalizes them first if the product has a norm: that takes
 // less time than one more kernel. The warps of a block divide the rows among them: one row has all warps, eight have
 // one each.
+//
+// If row_invariant, there is one row, which stays in E4M3 for wgmma, and whose norm has the bits of rms_norm.cu.
 #pragma once
+#include "row_norm.cuh"
+#include "row_product.cuh"
 #include "vec8.cuh"
 #include "warp_sums.cuh"
 
 constexpr int k_blocks = (config::k + 127) / 128;
+static_assert(!config::row_invariant || config::rows == 1);
 
 struct Fp8Rows {
     static constexpr int pitch = 256 * k_blocks + 16;  // bytes of a row; rows begin in different banks
-    static constexpr int bytes = config::rows * pitch + k_blocks * max_rows * 4 + warps * 4;
+    static constexpr int rows_bytes = config::row_invariant ? RowOfX::bytes(k_blocks) : config::rows * pitch;
+    static constexpr int bytes = rows_bytes + k_blocks * max_rows * 4 + warps * 4;
     static constexpr int warps_of_row = warps / config::rows;
     static constexpr int threads_of_row = 32 * warps_of_row;
     static constexpr int vectors = (16 * k_blocks + threads_of_row - 1) / threads_of_row;  // of 8 columns, in a thread
@@ -39,7 +45,7 @@ struct Fp8Rows {
     }
 
     __device__ __forceinline__ float* all_scales() const {  // [k_blocks][max_rows]
-        return reinterpret_cast<float*>(shared + config::rows * pitch);
+        return reinterpret_cast<float*>(shared + rows_bytes);
     }
     // 8 values from column k on.
     __device__ __forceinline__ uint4 values(int row, int k) const {
@@ -64,7 +70,12 @@ struct Fp8Rows {
             return loaded;
         };
         float rstd = 1.0f;
-        if constexpr (config::norm) rstd = rstd_of(load, eps);
+        if constexpr (config::norm) {
+            if constexpr (config::row_invariant)
+                rstd = rstd_of(sum_of_squares(x, config::k, all_scales() + k_blocks * max_rows), eps);
+            else
+                rstd = rstd_of_loaded(load, eps);
+        }
         if (!has_row) return;
 #pragma unroll
         for (int v = 0; v < vectors; ++v) {
@@ -84,7 +95,7 @@ struct Fp8Rows {
 
     // 1 / √(mean of squares + eps) of the thread's row. All threads call it.
     template <class Load>
-    __device__ __forceinline__ float rstd_of(Load load, float eps) const {
+    __device__ __forceinline__ float rstd_of_loaded(Load load, float eps) const {
         float squares = 0.0f;
 #pragma unroll
         for (int v = 0; v < vectors; ++v) {
@@ -104,7 +115,10 @@ struct Fp8Rows {
 #pragma unroll
             for (int w = 0; w < warps_of_row; ++w) squares += sums[warp / warps_of_row * warps_of_row + w];
         }
-        return ptx::rsqrt(__fadd_rn(__fmul_rn(squares, 1.0f / config::k), eps));
+        return rstd_of(squares, eps);
+    }
+    __device__ __forceinline__ static float rstd_of(float squares, float eps) {
+        return ptx::rsqrt(__fadd_rn(__fmul_rn(squares, static_cast<float>(1.0 / config::k)), eps));
     }
 
     // Quantizes 8 values of a tile, which 16 lanes hold.
@@ -126,9 +140,14 @@ struct Fp8Rows {
         const uint32_t first = ptx::pack_e4m3(quotient[0], quotient[1], quotient[2], quotient[3]);
         const uint32_t second = ptx::pack_e4m3(quotient[4], quotient[5], quotient[6], quotient[7]);
         if (column >= 128 * k_blocks) return;
+        if (ptx::lane_id() % 16 == 0) all_scales()[column / 128 * max_rows + row] = scale;
+        if constexpr (config::row_invariant) {
+            const RowOfX of_row{shared};
+            of_row.store_4(column, first), of_row.store_4(column + 4, second);
+            return;
+        }
         const uint4 converted = make_uint4(ptx::e4m3_to_f16(first, false), ptx::e4m3_to_f16(first, true),
                                            ptx::e4m3_to_f16(second, false), ptx::e4m3_to_f16(second, true));
         *reinterpret_cast<uint4*>(shared + row * pitch + 2 * column) = converted;
-        if (ptx::lane_id() % 16 == 0) all_scales()[column / 128 * max_rows + row] = scale;
     }
 };

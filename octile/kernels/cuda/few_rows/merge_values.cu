@@ -32,7 +32,7 @@ merge_values(const float* partial, const float* lse, const int* lengths, int len
     const Lane lane;
     const int warp = threadIdx.x / 32, head = blockIdx.x / cluster, rank = ptx::cluster_ctarank();
     constexpr int columns = latent / warps;  // of a warp
-    Bf16Tile<columns / 32> tile[tiles];
+    Bf16Tile<columns / 16> tile[tiles];
 #pragma unroll
     for (int i = 0; i < tiles; ++i) {
         const int first = (rank * tiles + i) * tile_rows;
@@ -106,13 +106,12 @@ merge_values(const float* partial, const float* lse, const int* lengths, int len
         for (int block = 0; block < cluster; ++block) ptx::store_cluster(ptx::cluster_address(to, block), rounded);
     }
     ptx::cluster_sync();
-    const uint8_t* of_row =
-        shared + smem::merged + min(lane.group, config::rows - 1) * pitch + 2 * (columns * warp + 8 * lane.member);
+    const uint8_t* of_row = shared + smem::merged + min(lane.group, config::rows - 1) * pitch + 2 * columns * warp;
     const WarpSums sums{reinterpret_cast<float*>(shared + smem::sums)};
 #pragma unroll
     for (int i = 0; i < tiles; ++i) {
         float d[4] = {};
-        tile[i].multiply(d, [&](int c) { return *reinterpret_cast<const uint4*>(of_row + 64 * c); });
+        tile[i].multiply(d, lane, reinterpret_cast<const uint16_t*>(of_row));
         if (i > 0) __syncthreads();
         sums.put(d, lane);
         __syncthreads();

@@ -8,8 +8,8 @@
 // NOTES
 // - Prefetches of the weights to the L2 cache make it slower.
 #include "bf16.cuh"
+#include "quantized_tiles.cuh"
 #include "routes.cuh"
-#include "tile.cuh"
 #include "weight_rows.cuh"
 
 constexpr int warps = config::warps, threads = 32 * warps, columns = config::columns, chosen = config::chosen;
@@ -81,48 +81,18 @@ mixture_down(uint8_t* x, const float* h, const Routes* chosen_routes, const uint
 
     ptx::cluster_sync();  // all blocks have begun, so they can be written to
     ptx::wait_for_previous();
-    for (int begin = warp * config::cluster + ptx::cluster_ctarank(); begin < rows * h_tiles;
-         begin += tiles_at_once * quantizing_warps) {
-        float4 v[tiles_at_once];
+    auto store = [&](int tile, uint32_t four, float scale) {
+        const int row = tile / h_tiles, of_row = tile % h_tiles;
+        const uint8_t* to = h_rows + row * row_stride + of_row * k_block + lane * 4;
 #pragma unroll
-        for (int i = 0; i < tiles_at_once; ++i) {
-            const int tile = begin + i * quantizing_warps;
-            v[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (tile < rows * h_tiles) v[i] = __ldcg(reinterpret_cast<const float4*>(h + tile * k_block) + lane);
+        for (int block = 0; block < config::cluster; ++block) {
+            ptx::store_cluster(ptx::cluster_address(to, block), four);
+            if (lane == block)
+                ptx::store_cluster(ptx::cluster_address(&shared.scales[row][of_row], block), __float_as_uint(scale));
         }
-        float amax[tiles_at_once];
-#pragma unroll
-        for (int i = 0; i < tiles_at_once; ++i)
-            amax[i] = ptx::max_abs(ptx::max_abs(v[i].x, v[i].y), ptx::max_abs(v[i].z, v[i].w));
-#pragma unroll
-        for (int bit = 16; bit >= 1; bit /= 2)
-#pragma unroll
-            for (int i = 0; i < tiles_at_once; ++i)
-                amax[i] = ptx::max_abs(amax[i], __shfl_xor_sync(all_lanes, amax[i], bit));
-#pragma unroll
-        for (int i = 0; i < tiles_at_once; ++i) {
-            const int tile = begin + i * quantizing_warps, row = tile / h_tiles, of_row = tile % h_tiles;
-            if (tile >= rows * h_tiles) break;
-            const float own = scale_from_amax<e4m3, config::power_of_2>(amax[i]);
-            const Divisor by = make_divisor<config::power_of_2>(own);
-            float quotient[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
-            if (!config::power_of_2 && by.needs_careful_division()) {  // the same in all lanes
-#pragma unroll
-                for (float& value : quotient) value = by.divide_carefully(value);
-            } else {
-#pragma unroll
-                for (float& value : quotient) value = by.template divide<config::power_of_2>(value);
-            }
-            const uint32_t four = ptx::pack_e4m3(quotient[0], quotient[1], quotient[2], quotient[3]);
-            const uint8_t* to = h_rows + row * row_stride + of_row * k_block + lane * 4;
-#pragma unroll
-            for (int block = 0; block < config::cluster; ++block) {
-                ptx::store_cluster(ptx::cluster_address(to, block), four);
-                if (lane == block)
-                    ptx::store_cluster(ptx::cluster_address(&shared.scales[row][of_row], block), __float_as_uint(own));
-            }
-        }
-    }
+    };
+    const int first_tile = warp * config::cluster + ptx::cluster_ctarank();
+    quantize_tiles<tiles_at_once>(h, first_tile, quantizing_warps, rows * h_tiles, store);
     ptx::cluster_sync();
 
     float total[4] = {};

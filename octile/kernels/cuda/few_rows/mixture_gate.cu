@@ -5,16 +5,33 @@
 // consecutive threads hold a tile. Then a warp computes the logits of all rows for one expert, then for another, and
 // stores them in the shared memory of the first block, which chooses, a warp for each row.
 //
+// If row_invariant, the one row has the bits of rms_norm.cu and of octile/kernels/triton/row_invariant.py: tensor cores
+// multiply parts of 512 columns, and the parts of a logit are added in their order. A warp takes 16 experts and a part.
+//
 // NOTES
 // - The first vectors of the gate's weight are loaded before what the rows depend on has run.
 #include "choice.cuh"
+#include "fragments.cuh"
+#include "routes.cuh"
+#include "row_norm.cuh"
+#include "tile.cuh"
 
 constexpr int num_rows = config::rows, k = config::columns, gate_warps = config::warps, gate_threads = 32 * gate_warps;
 constexpr int step = 8 * gate_threads, x_vectors = (k + step - 1) / step;  // of a row of x, in a thread
 constexpr int gate_vectors = 8, chunk = gate_vectors * 32 * 8;  // columns of the gate's weight that a warp holds
+constexpr int part = 512, parts = (k + part - 1) / part, expert_tiles = (experts + tile_rows - 1) / tile_rows;
+static_assert(!config::row_invariant || num_rows == 1);
+
+// The choice of all rows in shared memory.
+struct alignas(8) Choice {
+    unsigned char slot[experts][max_rows];  // as in `Route`
+    float weight[max_rows][chosen];
+    short active[experts];  // the chosen experts, ascending
+    int count;
+};
 
 struct alignas(16) GateShared {
-    float sums[num_rows][gate_warps], logits[num_rows][experts];
+    float sums[num_rows][gate_warps], logits[config::row_invariant ? parts : num_rows][experts];
     Choice choice;
     alignas(16) uint16_t normed[num_rows][k];  // as the gate reads it: bfloat16
 };
@@ -37,6 +54,53 @@ __device__ __forceinline__ void sum_over_threads(float (&x)[num_rows], float (*b
     }
 }
 
+// Lists the experts that at least one row has chosen. A warp calls it.
+__device__ __forceinline__ void list_active(Choice& choice) {
+    int count = 0;
+    for (int first = 0; first < experts; first += 32) {
+        const int e = first + ptx::lane_id();
+        uint2 slots = make_uint2(0xFFFFFFFF, 0xFFFFFFFF);
+        static_assert(alignof(Choice) >= sizeof(uint2));
+        if (e < experts) slots = *reinterpret_cast<const uint2*>(choice.slot[e]);
+        const bool is_active = (slots.x & slots.y) != 0xFFFFFFFF;
+        const unsigned active = __ballot_sync(all_lanes, is_active);
+        if (is_active) choice.active[count + __popc(active & ((1u << ptx::lane_id()) - 1))] = e;
+        count += __popc(active);
+    }
+    choice.count = count;
+}
+
+// The gate's weights of 16 experts in a part of the columns, as operand A of mma.
+struct GatePart {
+    static constexpr int steps = part / 16;
+    uint2 bytes[steps][2];  // [16 columns][row], the lane's columns from 4 · member on
+
+    __device__ __forceinline__ void load(const Lane& lane, const uint16_t* gate, int unit) {
+        const int first = unit / parts * tile_rows, begin = unit % parts * part + 4 * lane.member;
+        const uint16_t* top = gate + static_cast<int64_t>(min(first + lane.group, experts - 1)) * k + begin;
+        const uint16_t* bottom = gate + static_cast<int64_t>(min(first + lane.group + 8, experts - 1)) * k + begin;
+#pragma unroll
+        for (int s = 0; s < steps; ++s) {
+            const bool inside = begin + 16 * s < k;
+            bytes[s][0] = ptx::load_8(top + 16 * s, inside);
+            bytes[s][1] = ptx::load_8(bottom + 16 * s, inside);
+        }
+    }
+
+    // The product with x [k] bfloat16 in shared memory, in the lanes of member 0: d[0] and d[2].
+    __device__ __forceinline__ void multiply(float (&d)[4], const Lane& lane, const uint16_t* x, int unit) const {
+        const int begin = unit % parts * part;
+        d[0] = d[1] = d[2] = d[3] = 0.0f;
+#pragma unroll
+        for (int s = 0; s < steps; ++s) {
+            if (begin + 16 * s >= k) break;
+            uint2 four = make_uint2(0, 0);
+            if (lane.group == 0) four = *reinterpret_cast<const uint2*>(x + begin + 16 * s + 4 * lane.member);
+            ptx::mma_bf16(d, bytes[s][0].x, bytes[s][1].x, bytes[s][0].y, bytes[s][1].y, four.x, four.y);
+        }
+    }
+};
+
 // x: [rows, k] bfloat16, contiguous. weight: [k], of the norm. gate: [experts, k], contiguous. bias: [experts], or any
 // address if there is none. data: [rows, k]. scale: [rows, k/128], contiguous along rows, padded to 4. expert_of:
 // [rows, chosen].
@@ -51,11 +115,17 @@ mixture_gate(const uint8_t* x, const uint8_t* weight, const uint8_t* gate, const
         return load_vec8<config::gate_dtype>(gate + bytes<config::gate_dtype>(int64_t(expert) * k + at),
                                              expert < experts && at < k);
     };
-    const int first_expert = rank * gate_warps + warp;
+    const int first_expert = rank * gate_warps + warp, first_unit = warp * config::cluster + rank;
     Vec8<config::gate_dtype> of_gate[gate_vectors];
     Vec8<config::weight_dtype> of_norm[x_vectors];
+    GatePart of_part;
+    const Lane at;
+    if constexpr (config::row_invariant) {
+        if (first_unit < expert_tiles * parts) of_part.load(at, reinterpret_cast<const uint16_t*>(gate), first_unit);
+    } else {
 #pragma unroll
-    for (int v = 0; v < gate_vectors; ++v) of_gate[v] = gate_of(first_expert, v * 256 + lane * 8);
+        for (int v = 0; v < gate_vectors; ++v) of_gate[v] = gate_of(first_expert, v * 256 + lane * 8);
+    }
 #pragma unroll
     for (int u = 0; u < x_vectors; ++u) {
         const int at = column + u * step;
@@ -82,15 +152,19 @@ mixture_gate(const uint8_t* x, const uint8_t* weight, const uint8_t* gate, const
             row[r][u] = loaded.elements;
         }
     float rstd[num_rows];
+    if constexpr (config::row_invariant) {
+        rstd[0] = sum_of_squares(reinterpret_cast<const uint16_t*>(x), k, shared.sums[0]);
+    } else {
 #pragma unroll
-    for (int r = 0; r < num_rows; ++r) {
-        rstd[r] = 0.0f;
+        for (int r = 0; r < num_rows; ++r) {
+            rstd[r] = 0.0f;
 #pragma unroll
-        for (int u = 0; u < x_vectors; ++u)
+            for (int u = 0; u < x_vectors; ++u)
 #pragma unroll
-            for (int j = 0; j < 8; ++j) rstd[r] = __fmaf_rn(row[r][u].at(j), row[r][u].at(j), rstd[r]);
+                for (int j = 0; j < 8; ++j) rstd[r] = __fmaf_rn(row[r][u].at(j), row[r][u].at(j), rstd[r]);
+        }
+        sum_over_threads(rstd, shared.sums);
     }
-    sum_over_threads(rstd, shared.sums);
     auto normalized = [&](int r, int u) {
         FloatVec8 y;
 #pragma unroll
@@ -113,41 +187,68 @@ mixture_gate(const uint8_t* x, const uint8_t* weight, const uint8_t* gate, const
     }
     __syncthreads();
 
-    for (int expert = first_expert; expert < experts; expert += config::cluster * gate_warps) {
-        float logit[num_rows] = {};
-        for (int begin = 0; begin < k; begin += chunk) {
-            if (expert != first_expert || begin != 0)
+    if constexpr (config::row_invariant) {
+        for (int unit = first_unit; unit < expert_tiles * parts; unit += config::cluster * gate_warps) {
+            if (unit != first_unit) of_part.load(at, reinterpret_cast<const uint16_t*>(gate), unit);
+            float d[4];
+            of_part.multiply(d, at, shared.normed[0], unit);
+            const int expert = unit / parts * tile_rows + at.group;
 #pragma unroll
-                for (int v = 0; v < gate_vectors; ++v) of_gate[v] = gate_of(expert, begin + v * 256 + lane * 8);
+            for (int h = 0; h < 2; ++h)
+                if (at.member == 0 && expert + 8 * h < experts)
+                    ptx::store_cluster(ptx::cluster_address(&shared.logits[unit % parts][expert + 8 * h], 0),
+                                       __float_as_uint(d[2 * h]));
+        }
+    } else {
+        for (int expert = first_expert; expert < experts; expert += config::cluster * gate_warps) {
+            float logit[num_rows] = {};
+            for (int begin = 0; begin < k; begin += chunk) {
+                if (expert != first_expert || begin != 0)
 #pragma unroll
-            for (int v = 0; v < gate_vectors; ++v) {
-                const int at = begin + v * 256 + lane * 8;
-                if (at >= k) continue;
+                    for (int v = 0; v < gate_vectors; ++v) of_gate[v] = gate_of(expert, begin + v * 256 + lane * 8);
 #pragma unroll
-                for (int r = 0; r < num_rows; ++r) {
-                    const uint4 four = *reinterpret_cast<const uint4*>(&shared.normed[r][at]);
-                    const uint32_t pair[4] = {four.x, four.y, four.z, four.w};
+                for (int v = 0; v < gate_vectors; ++v) {
+                    const int at = begin + v * 256 + lane * 8;
+                    if (at >= k) continue;
 #pragma unroll
-                    for (int p = 0; p < 4; ++p) {
-                        logit[r] = __fmaf_rn(__uint_as_float(pair[p] << 16), of_gate[v].at(2 * p), logit[r]);
-                        logit[r] = __fmaf_rn(__uint_as_float(pair[p] & 0xFFFF0000), of_gate[v].at(2 * p + 1), logit[r]);
+                    for (int r = 0; r < num_rows; ++r) {
+                        const uint4 four = *reinterpret_cast<const uint4*>(&shared.normed[r][at]);
+                        const uint32_t pair[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+                        for (int p = 0; p < 4; ++p) {
+                            logit[r] = __fmaf_rn(__uint_as_float(pair[p] << 16), of_gate[v].at(2 * p), logit[r]);
+                            logit[r] = __fmaf_rn(__uint_as_float(pair[p] & 0xFFFF0000), of_gate[v].at(2 * p + 1), logit[r]);
+                        }
                     }
                 }
             }
-        }
 #pragma unroll
-        for (int r = 0; r < num_rows; ++r) {
+            for (int r = 0; r < num_rows; ++r) {
 #pragma unroll
-            for (int bit = 16; bit >= 1; bit /= 2)
-                logit[r] = __fadd_rn(logit[r], __shfl_xor_sync(all_lanes, logit[r], bit));
-            if (lane == 0)
-                ptx::store_cluster(ptx::cluster_address(&shared.logits[r][expert], 0), __float_as_uint(logit[r]));
+                for (int bit = 16; bit >= 1; bit /= 2)
+                    logit[r] = __fadd_rn(logit[r], __shfl_xor_sync(all_lanes, logit[r], bit));
+                if (lane == 0)
+                    ptx::store_cluster(ptx::cluster_address(&shared.logits[r][expert], 0), __float_as_uint(logit[r]));
+            }
         }
     }
     ptx::cluster_sync();
     if (rank == 0) {
-        for (int r = warp; r < num_rows; r += gate_warps)
-            choose(shared.choice, r, shared.logits[r], bias, factor, weight_eps, expert_of + r * chosen);
+        for (int r = warp; r < num_rows; r += gate_warps) {
+            auto logit_of = [&](int e) {
+                if constexpr (!config::row_invariant) return shared.logits[r][e];
+                float sum = 0.0f;
+#pragma unroll
+                for (int p = 0; p < parts; ++p) sum = __fadd_rn(sum, shared.logits[p][e]);
+                return sum;
+            };
+            const Chosen own = choose(logit_of, bias, factor, weight_eps);
+            if (lane < chosen) {
+                shared.choice.slot[own.expert][r] = lane;
+                shared.choice.weight[r][lane] = own.weight;
+                expert_of[r * chosen + lane] = own.expert;
+            }
+        }
         __syncthreads();
         if (warp == 0) list_active(shared.choice);
         __syncthreads();

@@ -1,14 +1,17 @@
 // Products of 16 rows of an FP8 weight, which a warp streams from global memory, with up to 8 rows of x.
 //
 // A warp multiplies k-blocks in a fixed order, and copies some of them ahead to a pipeline of stages in shared memory.
-// Each lane reads only what it has copied: no lane waits for another.
+// With mma each lane reads only what it has copied: no lane waits for another. With wgmma, of one row of x, it reads
+// what two lanes have copied.
 //
 // NOTES
+// - Vectors of two of four rows are stored in another order, so that lanes that read halves of them meet no bank twice.
 // - All warps of an SM together should have some 64 KiB in flight, as many as the latency of global memory times its
 //   bandwidth.
 // - The first k-blocks are copied before what x depends on has run: weights are constants.
 #pragma once
 #include "fp8_product.cuh"
+#include "row_product.cuh"
 
 constexpr int k_block = 128;
 
@@ -47,12 +50,15 @@ struct WeightPipeline {
     uint8_t* stages;  // of the warp, `depth` of stage_bytes
     int write_stage = 0, read_stage = 0, ahead = 0;
 
+    // Where the lane's vector lies among those of a row of each group: with bit 1 of the member flipped in groups 2, 3, 6, 7.
+    __device__ __forceinline__ static int own_vector() { return (ptx::lane_id() ^ (ptx::lane_id() >> 3 & 1) << 1) * 16; }
+
     template <class Next>
     __device__ __forceinline__ bool copy(Next& next) {
         WeightRows from;
         if (!next(from)) return false;
-        uint8_t* vectors = stages + write_stage * stage_bytes + ptx::lane_id() * 16;
-        uint8_t* scales = vectors + scales_offset - ptx::lane_id() * (16 - 4);
+        uint8_t* stage = stages + write_stage * stage_bytes;
+        uint8_t *vectors = stage + own_vector(), *scales = stage + scales_offset + ptx::lane_id() * 4;
         ptx::cp_async_16(vectors, from.top);
         ptx::cp_async_16(vectors + row_bytes, from.bottom);
         ptx::cp_async_16(vectors + half_bytes, from.top + 64);
@@ -89,8 +95,9 @@ struct WeightPipeline {
         for (int half = 0; half < 2; ++half) {
             uint4 of_x = make_uint4(0, 0, 0, 0);
             if (x.exists) of_x = *reinterpret_cast<const uint4*>(x.row + block * k_block + half * 64 + column);
-            const uint4 top = *reinterpret_cast<const uint4*>(stage + half * half_bytes + lane * 16);
-            const uint4 bottom = *reinterpret_cast<const uint4*>(stage + half * half_bytes + row_bytes + lane * 16);
+            const uint8_t* from = stage + half * half_bytes + own_vector();
+            const uint4 top = *reinterpret_cast<const uint4*>(from);
+            const uint4 bottom = *reinterpret_cast<const uint4*>(from + row_bytes);
 #pragma unroll
             for (int j = 0; j < 4; ++j)
                 multiply_word(sum[half], word(top, j), word(bottom, j), ptx::e4m3_to_f16(word(of_x, j), false),
@@ -99,6 +106,32 @@ struct WeightPipeline {
         const float top = *reinterpret_cast<const float*>(stage + scales_offset + lane * 4);
         const float bottom = *reinterpret_cast<const float*>(stage + scales_offset + scales_bytes + lane * 4);
         add_scaled(d, sum, top, bottom, make_float2(x.scale0[block], x.scale1[block]));
+        copy(next);
+        ptx::cp_async_commit_group();
+    }
+
+    // Reads the first k-block that is not used yet for wgmma, and the product of its scales with that of x, for the rows
+    // `group` and `group + 8` of the weight; copies another one in its place.
+    template <class Next>
+    __device__ __forceinline__ void take(RowFragments& a, float (&scale)[2], float scale_of_x, Next& next) {
+        const int lane = ptx::lane_id();
+        ptx::cp_async_wait_group<depth - 1>();
+        __syncwarp();  // other lanes' copies are there, too
+        const uint8_t* stage = stages + read_stage * stage_bytes;
+        read_stage = read_stage + 1 == depth ? 0 : read_stage + 1;
+        const int vector = (lane & ~3 | lane % 4 / 2) ^ (lane >> 3 & 1) << 1;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const uint8_t* from = stage + i / 2 * half_bytes + (vector ^ i % 2 * 2) * 16 + lane % 2 * 8;
+            const uint2 top = *reinterpret_cast<const uint2*>(from);
+            const uint2 bottom = *reinterpret_cast<const uint2*>(from + row_bytes);
+            a[i][0] = top.x, a[i][1] = bottom.x, a[i][2] = top.y, a[i][3] = bottom.y;
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+            scale[h] = __fmul_rn(
+                scale_of_x, *reinterpret_cast<const float*>(stage + scales_offset + h * scales_bytes + lane * 4));
+        __syncwarp();  // all lanes have read
         copy(next);
         ptx::cp_async_commit_group();
     }

@@ -12,8 +12,8 @@ from octile.kernels.cuda.gemm import request
 from octile.ops import absorbed_attention
 from octile.ops.latent_cache import read_latents
 from octile.ops.paged_attention import paged_attention, paged_attention_with_lse
+from tests.kernels.cuda.attention.emulated_decode import decode
 from tests.ops.paged_caches import filled_cache
-from tools import emulator
 from tools.emulator import build
 
 emulated = pytest.mark.skipif(build.compiler() is None, reason="the emulator needs a C++ compiler")
@@ -40,42 +40,8 @@ def attend(
 def attend_with_partials(
     q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, part: int, seed: int = 0, n_sms: int = SMS
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run both kernels, and return also partial results [slots, H, 512], lse [slots, H] and lse of rows [rows, H].
-
-    They are NaN where there are none.
-    """
-    rows, n_heads, _ = q.shape
-    is_fp8 = cache.dtype == torch.uint8
-    made = mla_decode.plan(rows, n_heads, is_fp8, part, len(lengths) // rows, n_sms)
-    o = torch.full((rows, n_heads, 512), math.nan, dtype=torch.bfloat16)
-    max_parts = mla_decode.parts_of(pages.shape[1], part)
-    slots = rows * max_parts if part else made.slots
-    partials = torch.full((slots, n_heads, 512), math.nan)
-    lse, starts = torch.full((slots, n_heads), math.nan), torch.full((rows + 1,), -1, dtype=torch.int32)
-    lse_of_rows = torch.full((rows, n_heads), math.nan)
-    described: Any = made.map_of(len(cache), is_fp8)
-    described = bytes(128) if described is None else described._replace(pointer=cache.data_ptr())
-    steps, others = (pages.stride(0), lengths.stride(0)), (rows, max_parts, made.ranges)
-    emulator.run(
-        made.kernel,
-        made.constants,
-        grid=made.grid,
-        cluster=made.cluster,
-        threads=mla_decode.THREADS,
-        shared_bytes=int(made.constants["shared_bytes"]),
-        arguments=[described, cache, q, pages, lengths, o, partials, lse, starts, SCALE, n_heads, *steps, *others],
-        headers=made.headers,
-        seed=seed,
-    )
-    emulator.run(
-        "mla_merge",
-        made.merge_constants,
-        grid=made.merge_grid,
-        threads=mla_decode.MERGE_THREADS,
-        shared_bytes=0,
-        arguments=[partials, lse, lengths, starts, o, lse_of_rows, n_heads, steps[1], rows, max_parts],
-    )
-    return o, partials, lse, lse_of_rows
+    """Run both kernels, and return also partial results [slots, H, 512], lse [slots, H] and lse of rows [rows, H]."""
+    return decode(q, cache, pages, lengths, part, SCALE, seed, n_sms)
 
 
 def poison_rest(cache: Tensor, pages: Tensor, lengths: Tensor) -> None:
@@ -167,7 +133,7 @@ def test_rows_of_many_parts_attend_in_several_launches(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("n_heads", "parts", "rows"),
-    [(16, 16, 2048), (16, 80, 1024), (128, 16, 683), (128, 128, 94), (2**20, 1, 1), (2**21, 1, 1)],
+    [(16, 16, 2048), (16, 80, 1024), (128, 16, 683), (128, 128, 94), (2**20, 2, 1), (2**21, 1, 2048)],
 )
 def test_rows_at_once(n_heads: int, parts: int, rows: int):
     assert mla_decode.rows_at_once(2048, n_heads, parts) == rows

@@ -1,5 +1,6 @@
 """Hopper's products of few rows in the emulator: the reference's values for ragged shapes, NaN, Inf and zeros."""
 
+import functools
 import math
 
 import pytest
@@ -8,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from octile.formats import TILE
+from octile.formats import BLOCK, TILE
 from octile.kernels.cuda.few_rows import launcher
+from octile.lab.tensor_core import tensor_core_scaled_matmul
 from octile.ops.few_rows import few_rows_nt
 from octile.ops.quantize import dequantize, quantize
 from tests.ops import few_rows
@@ -21,14 +23,15 @@ emulated = pytest.mark.skipif(build.compiler() is None, reason="the emulator nee
 
 def multiply(
     x: Tensor, norm_weight: Tensor | None, weight: Tensor, scale: Tensor, add: Tensor | None,
-    power_of_2: bool = False, seed: int = 0, eps: float = 1e-6,
+    power_of_2: bool = False, seed: int = 0, eps: float = 1e-6, row_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
     (m, k), n = x.shape, len(weight)
     norm = None if norm_weight is None else norm_weight.dtype
-    constants = launcher.plan(m, k, norm, power_of_2, add is not None)
+    constants = launcher.plan(m, k, norm, power_of_2, add is not None, row_invariant)
+    kernel, headers = launcher.KERNELS[row_invariant]
     y = torch.full((m, n), math.nan, dtype=torch.bfloat16)
     emulator.run(
-        "few_rows_nt",
+        kernel,
         constants,
         grid=-(-n // launcher.TILE_ROWS),
         threads=launcher.THREADS,
@@ -38,7 +41,9 @@ def multiply(
             0 if add is None else add.stride(0), y, n,
         ],
         previous=[t for t in (x, add) if t is not None and t.is_contiguous()],
+        headers=headers,
         seed=seed,
+        arithmetic="hopper",
     )  # fmt: skip
     return y
 
@@ -62,6 +67,37 @@ def test_values(m: int, k: int, n: int, norm: torch.dtype | None, add: bool, pow
     x, norm_weight, weight, scale, rows = few_rows.product(m, k, n, norm, add)
     expected = few_rows_nt(x, norm_weight, 1e-6, weight, scale, power_of_2, rows)
     assert few_rows.close(multiply(x, norm_weight, weight, scale, rows, power_of_2), expected)
+
+
+@emulated
+@pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize(("k", "n", "add"), [(16, 1, True), (1024, 24, False), (1168, 130, True), (5264, 16, False)])
+def test_one_row_has_the_bits_of_the_gemm(k: int, n: int, add: bool, power_of_2: bool):
+    x, _, weight, scale, rows = few_rows.product(1, k, n, None, add)
+    data, x_scale = quantize(x, *TILE, "e4m3", power_of_2)
+    expected = tensor_core_scaled_matmul(data, x_scale, TILE, weight, scale, BLOCK, promote_every=128).bfloat16()
+    expected = expected if rows is None else expected + rows
+    assert torch.equal(multiply(x, None, weight, scale, rows, power_of_2, row_invariant=True), expected)
+
+
+@emulated
+@pytest.mark.parametrize("norm", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("k", [144, 2048, 4224])
+def test_one_row_with_a_norm(k: int, norm: torch.dtype):
+    x, norm_weight, weight, scale, _ = few_rows.product(1, k, 24, norm, False)
+    expected = few_rows_nt(x, norm_weight, 1e-6, weight, scale, False)
+    assert few_rows.close(multiply(x, norm_weight, weight, scale, None, row_invariant=True), expected)
+
+
+@emulated
+@settings(deadline=None, max_examples=8)
+@given(st.integers(0, 2**32), st.sampled_from([0.0, 1e-40, 1e-20, 1e20, 1e36, math.inf, math.nan]))
+def test_extreme_values_of_one_row(seed: int, value: float):
+    x, _, weight, scale, _ = few_rows.product(1, 272, 16, None, False, seed)
+    chosen = torch.rand(x.shape, generator=few_rows.generator(seed)) < 0.02
+    x = x.where(~chosen, torch.tensor(value).bfloat16())
+    expected = few_rows_nt(x, None, 1e-6, weight, scale, False)
+    assert few_rows.close(multiply(x, None, weight, scale, None, seed=seed, row_invariant=True), expected)
 
 
 def through_identity(x: Tensor, norm_weight: Tensor | None = None, seed: int = 0) -> Tensor:
@@ -149,7 +185,7 @@ def test_a_nan_of_the_weight_reaches_its_column_only():
 
 def test_operands_that_the_kernel_does_not_take():
     x, norm_weight, weight, scale, rows = few_rows.product(2, 256, 32, torch.float32, True)
-    why = launcher.why_unsupported
+    why = functools.partial(launcher.why_unsupported, row_invariant=False)
     few, long = torch.zeros(8, 16384, dtype=torch.bfloat16), torch.zeros(1, 16384, dtype=torch.float8_e4m3fn)
     assert "shared memory" in why(few, None, long, torch.ones(1, 128), None)
     assert "9 rows" in why(x.new_zeros(9, 256), None, weight, scale, None)
@@ -159,3 +195,4 @@ def test_operands_that_the_kernel_does_not_take():
     assert "rows of x" in why(x[:, ::2], None, weight[:, :128].contiguous(), scale[:, :1].contiguous(), None)
     assert "norm" in why(x, norm_weight.repeat_interleave(2)[::2], weight, scale, None)
     assert "add" in why(x, norm_weight, weight, scale, rows.mT.contiguous().mT)
+    assert "2 rows, not 1" in why(x, None, weight, scale, None, row_invariant=True)

@@ -1,6 +1,7 @@
 """The kernels of a mixture of few rows in the emulator, compared with the operator's reference."""
 
 import ctypes
+import functools
 import itertools
 import math
 import struct
@@ -13,11 +14,16 @@ from torch import Tensor
 
 from octile.formats import BLOCK, TILE
 from octile.kernels.cuda.few_rows import mixture
+from octile.kernels.cuda.few_rows.launcher import HEADERS
+from octile.kernels.cuda.gate import choice as gate_choice
 from octile.kernels.cuda.gemm import num_sms, request
 from octile.kernels.hopper import SHARED_BYTES
 from octile.kernels.memory_layout import new_scale
+from octile.lab.tensor_core import tensor_core_scaled_matmul
 from octile.models.config import PRESETS
+from octile.ops.accumulator import summed_by
 from octile.ops.few_rows_mixture import few_rows_mixture
+from octile.ops.permute import unpermute
 from octile.ops.quantize import dequantize, quantize
 from tests.ops import few_rows
 from tools import emulator
@@ -56,7 +62,9 @@ def run_plan(
         shared_bytes=constants["shared_bytes"],
         arguments=arguments,
         previous=previous,
+        headers=HEADERS,
         seed=seed,
+        arithmetic="hopper",
     )
 
 
@@ -104,22 +112,27 @@ class Mixture:
     def rows(self, t: int) -> Tensor:
         return self.random(t, self.gate.shape[1]).bfloat16()
 
-    def launched(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def launched(self, x: Tensor, row_invariant: bool = False) -> tuple[Tensor, Tensor]:
         """Return what the kernels compute: x with the mixture added, and the experts."""
         x = x.clone()
         arguments = x, self.norm_weight, 1e-6, self.gate, self.bias, self.choice, self.experts, self.shared
-        assert mixture.why_unsupported(*arguments, self.power_of_2) is None
-        return x, mixture.launch(*arguments, self.power_of_2)
+        how = self.power_of_2, row_invariant
+        assert mixture.why_unsupported(*arguments, *how) is None
+        return x, mixture.launch(*arguments, *how)
 
-    def expected(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def expected(self, x: Tensor, row_invariant: bool = False) -> tuple[Tensor, Tensor]:
+        """Return what the reference computes, if row_invariant with the sums of Hopper's tensor cores."""
         x = x.clone()
         weights = *self.experts, *self.shared
-        before = x, self.norm_weight, 1e-6, self.gate, self.bias
-        return x, few_rows_mixture.reference(*before, *self.choice, *weights, self.power_of_2)
+        arguments = x, self.norm_weight, 1e-6, self.gate, self.bias, *self.choice, *weights, self.power_of_2
+        if not row_invariant:
+            return x, few_rows_mixture.reference(*arguments)
+        with summed_by(functools.partial(tensor_core_scaled_matmul, promote_every=128)):
+            return x, few_rows_mixture.reference(*arguments, True)
 
 
-def assert_close(of: Mixture, x: Tensor) -> None:
-    (found, experts), (expected, expected_experts) = of.launched(x), of.expected(x)
+def assert_close(of: Mixture, x: Tensor, row_invariant: bool = False) -> None:
+    (found, experts), (expected, expected_experts) = of.launched(x, row_invariant), of.expected(x, row_invariant)
     assert torch.equal(experts, expected_experts)
     # a value halfway between two encoded ones may round to the other one, 2⁻⁴ away, and so may the result
     torch.testing.assert_close(found.float(), expected.float(), rtol=2**-6, atol=2**-6, equal_nan=True)
@@ -202,6 +215,48 @@ def test_extreme_values_stay_in_their_row(value: float) -> None:
     assert_close(of, x)
 
 
+@pytest.mark.parametrize(
+    ("e", "d", "i", "s", "choice"),
+    [
+        (16, 384, 128, 256, (3, 1, 1, 1, "softmax", False, 1.0)),
+        (24, 640, 384, 0, (5, 4, 2, 2, "sigmoid", True, 2.5)),
+        (40, 1152, 128, 640, (12, 1, 1, 1, "softmax", True, 1.0)),
+    ],
+    ids=str,
+)
+def test_one_row_whose_bits_depend_on_no_other(e: int, d: int, i: int, s: int, choice: mixture.Choice) -> None:
+    of = Mixture(e=e, d=d, i=i, s=s, gate=torch.bfloat16, seed=e)
+    of.choice, of.bias, of.power_of_2 = choice, of.random(e) / 8, choice[4] == "sigmoid"
+    assert_close(of, of.rows(1), row_invariant=True)
+
+
+def test_bits_of_one_rows_down_projections() -> None:
+    """Each expert's result has the bits of a GEMM and is rounded, and they are added in the order of the choices."""
+    of = Mixture(e=8, d=128, i=384, s=640, seed=3)
+    x, h = of.rows(1), of.random(1, 3 * 384 + 640)
+    experts = [6, 0, 3]  # by choice
+    route = struct.pack("<4i", 3, 0, 0, 0)
+    for e in sorted(experts):
+        route += struct.pack("<i8Bi8f", e, experts.index(e), *[255] * 7, 0, *[1.0] * 8)
+    _, _, down, down_scale = of.experts
+    _, _, shared_down, shared_scale = of.shared
+    found = x.clone()
+    run_alone(
+        mixture.plan_down_row(128, 384, 640, 3, False), h,
+        found, h, torch.frombuffer(bytearray(route), dtype=torch.uint8), down, down_scale, shared_down, shared_scale,
+        1, 3,
+    )  # fmt: skip
+
+    def product(rows: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        operands = *quantize(rows, *TILE, "e4m3", False), TILE, weight, scale, BLOCK
+        return tensor_core_scaled_matmul(*operands, promote_every=128).bfloat16()
+
+    of_choices = (product(h[:, 384 * k : 384 * (k + 1)], down[e], down_scale[e]) for k, e in enumerate(experts))
+    ids = torch.arange(3, dtype=torch.int32)[None]
+    shared = product(h[:, 3 * 384 :], shared_down, shared_scale)
+    assert torch.equal(found, x + unpermute(torch.cat([*of_choices]), ids, shared))
+
+
 def run_alone(plan: mixture.Plan, previous: Tensor, *arguments: emulator.Argument) -> None:
     run_plan(plan, arguments, [previous])
 
@@ -212,7 +267,7 @@ def test_bits_of_the_quantized_rows() -> None:
     x = of.rows(3).sign()
     data, scale = x.to(torch.float8_e4m3fn), new_scale(x, 1, 128)
     experts, routes = torch.zeros(3, 3, dtype=torch.int64), torch.zeros(mixture.routes_bytes(3, 3, 16)).byte()
-    choice = mixture.choice_constants(16, *of.choice[:-1], False)
+    choice = gate_choice.constants(16, *of.choice[:-1], False)
     run_alone(
         mixture.plan_gate(3, 256, torch.float32, torch.float32, choice, False), x,
         x, norm_weight, of.gate, 0, data, scale, routes, experts, 0.0, 1 / 256, 1.0, 0.0,
@@ -265,7 +320,7 @@ def test_calls_that_are_not_supported(changes: dict[str, Any], reason: str) -> N
     sizes = {"e": 16, "i": 128, "s": 0} | {k: v for k, v in changes.items() if k in "eis"}
     of = Mixture(**sizes)
     x = of.rows(changes.get("t", 1)).to(changes.get("dtype", torch.bfloat16))
-    arguments = x, of.norm_weight, 1e-6, of.gate, None, of.choice, of.experts, of.shared, False
+    arguments = x, of.norm_weight, 1e-6, of.gate, None, of.choice, of.experts, of.shared, False, False
     assert reason in str(mixture.why_unsupported(*arguments))
 
 
@@ -302,7 +357,7 @@ def test_rows_that_do_not_fit_into_shared_memory() -> None:
     of, down = Mixture(e=32, d=128, s=0), torch.empty(32, 128, 2048, dtype=torch.float8_e4m3fn, device="meta")
     of.choice = (32, 1, 1, 1, "softmax", False, 1.0)
     of.experts = (*of.experts[:2], down, of.experts[3])
-    arguments = 1e-6, of.gate, None, of.choice, of.experts, of.shared, False
+    arguments = 1e-6, of.gate, None, of.choice, of.experts, of.shared, False, False
     assert mixture.why_unsupported(of.rows(2), of.norm_weight, *arguments) is None
     reason = "8 rows of 128 and 32 times 2048 columns do not fit into shared memory"
     assert mixture.why_unsupported(of.rows(8), of.norm_weight, *arguments) == reason

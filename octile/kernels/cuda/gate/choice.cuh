@@ -1,10 +1,9 @@
-// The choice of experts of a few rows by their logits, as `octile.ops.gate.route` specifies it.
+// The choice of a row's experts by its logits, as `octile.ops.gate.route` specifies it.
 //
 // A warp chooses for a row: lane l holds the experts l, l + 32, …. Scores are compared as integers that order them, in
 // which NaN is the highest; of equal ones the expert with the lower number comes first.
 #pragma once
-#include "routes.cuh"
-#include "tile.cuh"
+#include "convert.cuh"
 #include "warps.cuh"
 
 constexpr int experts = config::experts, chosen = config::chosen, groups = config::groups;
@@ -12,12 +11,10 @@ constexpr int per_lane = (experts + 31) / 32, group_size = experts / groups;
 constexpr int absent = -2147483647 - 1;  // below the order of every score
 static_assert(chosen <= 32 && chosen <= experts);
 
-// The choice of all rows in shared memory.
-struct alignas(8) Choice {
-    unsigned char slot[experts][max_rows];  // as in `Route`
-    float weight[max_rows][chosen];
-    short active[experts];  // the chosen experts, ascending
-    int count;
+// One of a row's choices: lane k holds the k-th.
+struct Chosen {
+    int expert;
+    float weight;
 };
 
 // An integer that orders scores.
@@ -51,10 +48,9 @@ __device__ __forceinline__ int highest(const int (&order)[per_lane], int first, 
     return static_cast<int>(__reduce_min_sync(all_lanes, lowest));
 }
 
-// Computes the choice of one row, whose slots are `not_chosen` before. bias: [experts], or any address if there is
-// none. expert_of: [chosen].
-__device__ __forceinline__ void choose(Choice& choice, int row, const float* logits, const float* bias, float factor,
-                                       float eps, int64_t* expert_of) {
+// Computes the choice of one row. logit_of(e): its logit of expert e. bias: [experts], or any address if there is none.
+template <class Logit>
+__device__ __forceinline__ Chosen choose(Logit logit_of, const float* bias, float factor, float eps) {
     const int lane = ptx::lane_id();
     float logit[per_lane];
     int order[per_lane];
@@ -62,7 +58,7 @@ __device__ __forceinline__ void choose(Choice& choice, int row, const float* log
 #pragma unroll
     for (int i = 0; i < per_lane; ++i) {
         const int e = lane + 32 * i;
-        logit[i] = e < experts ? logits[e] : 0.0f;
+        logit[i] = e < experts ? logit_of(e) : 0.0f;
         if (e < experts) shift = fmaxf(shift, logit[i]);
     }
     if constexpr (config::softmax) {
@@ -133,25 +129,5 @@ __device__ __forceinline__ void choose(Choice& choice, int row, const float* log
         for (int bit = 16; bit >= 1; bit /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(all_lanes, sum, bit));
         weight = __fdiv_rn(weight, __fadd_rn(sum, eps));
     }
-    if (lane < chosen) {
-        choice.slot[own][row] = lane;
-        choice.weight[row][lane] = __fmul_rn(weight, factor);
-        expert_of[lane] = own;
-    }
-}
-
-// Lists the experts that at least one row has chosen. A warp calls it.
-__device__ __forceinline__ void list_active(Choice& choice) {
-    int count = 0;
-    for (int first = 0; first < experts; first += 32) {
-        const int e = first + ptx::lane_id();
-        uint2 slots = make_uint2(0xFFFFFFFF, 0xFFFFFFFF);
-        static_assert(alignof(Choice) >= sizeof(uint2));
-        if (e < experts) slots = *reinterpret_cast<const uint2*>(choice.slot[e]);
-        const bool is_active = (slots.x & slots.y) != 0xFFFFFFFF;
-        const unsigned active = __ballot_sync(all_lanes, is_active);
-        if (is_active) choice.active[count + __popc(active & ((1u << ptx::lane_id()) - 1))] = e;
-        count += __popc(active);
-    }
-    choice.count = count;
+    return {own, __fmul_rn(weight, factor)};
 }
