@@ -18,10 +18,10 @@ from octile.tokenizer import Tokenizer
 from tests.serve.models import text
 
 SHAPES = {  # of few layers: latents that Triton's kernels read, and those of Hopper's; a dense layer that is not fused
-    "small": replace(ModelConfig.small(), num_hidden_layers=3),
-    "V2-Lite": replace(ModelConfig.v2_lite_16b(), num_hidden_layers=2, max_position_embeddings=2048),
+    "small": replace(ModelConfig.small(), num_hidden_layers=3, max_position_embeddings=4096),
+    "V2-Lite": replace(ModelConfig.v2_lite_16b(), num_hidden_layers=2, max_position_embeddings=4096),
 }
-PROMPTS = [text(n, n, 4000) for n in (1, 3, 17, 64, 90, 200, 300)]
+PROMPTS = [text(n, n, 4000) for n in (2100, 1, 3, 17, 64, 90, 200, 300)]  # of attention's two parts, and of one
 
 
 def new_model(shape: str, recipe: Recipe) -> DeepseekV3:
@@ -36,9 +36,12 @@ def test_log_probabilities_are_those_of_training(shape: str, latents):
     stored: CacheFormat = "fp8" if latents == "fp8" else "bf16"
     runner = ModelRunner(model, 64, stored, 8, batch_invariant=True)
     config = EngineConfig(max_batch=8, max_step_tokens=150, batch_invariant=True)
-    engine = Engine(runner, Tokenizer.train(["one two three"], 258), config)
+    tokenizer = Tokenizer.train(["one two three"], 258)
+    engine = Engine(runner, tokenizer, config)
     texts = roll_out(engine, PROMPTS, 20, seed=0)
     assert engine.stats().steps_ahead > 10
+    (alone,) = roll_out(Engine(runner, tokenizer, config), PROMPTS[:1], 20, seed=0)  # in steps of one row
+    assert (alone.tokens, alone.decoded) == (texts[0].tokens, texts[0].decoded)
     prefill(runner, texts)
     found = compare(model, texts)
     assert [each.equal for each in found] == [each.tokens for each in found]

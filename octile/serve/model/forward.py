@@ -8,7 +8,7 @@ Everything but attention treats the rows of prompts and those that decode alike.
 pass (`octile.serve.model.small_batch`), whose operators take several of these together.
 
 With `batch_invariant` a row's bits depend on its request alone: attention and each GEMM (`octile.serve.model.gemms`)
-compute a row in one form for any number of rows.
+sum a row in one order for any number of rows.
 
 Source: DeepSeek-V3 (arXiv 2412.19437) §2.1 and §2.2.
 Ranks of a group may share the rows and the heads (`octile.serve.ranks.tensor_parallel`); then D-wide rows are a rank's
@@ -170,7 +170,7 @@ class Forward:
         return step._replace(tokens=tokens, positions=positions, slots=slots)
 
     def _block(self, x_TD: Tensor, layer: int, w: BlockWeights, step: Step, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-        takes_small_batch = self.small_batches and small_batch.is_small_batch(step)
+        takes_small_batch = self.small_batches and small_batch.is_small_batch(step, self.gemms.batch_invariant)
         if takes_small_batch and small_batch.has_small_batch_products(w.attention):
             x_TD = small_batch.add_attention(self.attention, x_TD, layer, w, step, cos_sin)
             if small_batch.has_small_batch_feed_forward(self.feed_forward, w.mlp):

@@ -21,6 +21,7 @@ from octile.serve.model.gemms import Gemms
 from octile.serve.model.small_batch import why_kernels_lack
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.runner.step import Step
+from octile.serve.weights.block_weights import MoEWeights
 from octile.serve.weights.load import Folder, Phase
 from octile.serve.weights.weights import ServedWeights
 from tests.serve.models import CONFIG, Texts, new_model, text
@@ -46,7 +47,7 @@ def decode(config: ModelConfig, fp8: bool) -> list[Tensor]:
 def test_logits_are_those_of_other_steps(config: ModelConfig, fp8: bool, monkeypatch: pytest.MonkeyPatch):
     expected, steps = decode(config, fp8), []
 
-    def is_small_batch(step: Step) -> bool:
+    def is_small_batch(step: Step, batch_invariant: bool) -> bool:
         steps.append(len(step.tokens))
         return not step.prefills and len(step.tokens) == len(step.lengths)
 
@@ -78,6 +79,14 @@ def test_feed_forwards_whose_matrices_are_fp8_and_joined():
     assert all(small_batch.has_small_batch_feed_forward(forward.feed_forward, mlp) for mlp in mlps)
 
 
+def test_a_gate_in_fp32_is_none_in_batch_invariant_mode():
+    forward = ModelRunner(new_model(True, torch.bfloat16, BLOCKS), 1, batch_invariant=True).forward
+    mlp = forward.weights.blocks[-1].mlp
+    assert isinstance(mlp, MoEWeights)
+    assert small_batch.has_small_batch_feed_forward(forward.feed_forward, replace(mlp, gate=mlp.gate.bfloat16()))
+    assert not small_batch.has_small_batch_feed_forward(forward.feed_forward, replace(mlp, gate=mlp.gate.float()))
+
+
 @pytest.mark.parametrize(("fp8", "config"), [(True, DIRECT), (False, BLOCKS)], ids=["not joined", "not FP8"])
 def test_mixtures_that_are_not(fp8: bool, config: ModelConfig):
     forward = ModelRunner(new_model(fp8, config=config), 1).forward
@@ -96,7 +105,7 @@ def test_experts_are_counted(monkeypatch: pytest.MonkeyPatch):
 
     expected = tokens_of_experts()
     monkeypatch.setattr(small_batch, "can_take_small_batches", lambda *_: True)
-    monkeypatch.setattr(small_batch, "is_small_batch", lambda step: not step.prefills)
+    monkeypatch.setattr(small_batch, "is_small_batch", lambda step, _: not step.prefills)
     assert tokens_of_experts() == expected
     assert any(any(of_layer) for of_layer in expected.values())
 
@@ -108,12 +117,13 @@ def step(rows: int, attending: int, *prefills: Any) -> Step:
 
 
 def test_steps_of_up_to_eight_decode_rows_have_few_rows():
-    assert [small_batch.is_small_batch(step(n, n)) for n in (0, 1, 8, 9)] == [False, True, True, False]
+    assert [small_batch.is_small_batch(step(n, n), False) for n in (0, 1, 8, 9)] == [False, True, True, False]
+    assert [small_batch.is_small_batch(step(n, n), True) for n in (0, 1, 2)] == [False, True, False]
 
 
 @pytest.mark.parametrize("of_step", [step(8, 8, object()), step(8, 4)], ids=["a prompt's rows", "padded to all rows"])
 def test_other_steps_do_not(of_step: Step):
-    assert not small_batch.is_small_batch(of_step)
+    assert not small_batch.is_small_batch(of_step, False)
 
 
 GEMMS = Gemms(torch.bfloat16, power_of_2=False, batch_invariant=False)
@@ -124,7 +134,7 @@ GEMMS = Gemms(torch.bfloat16, power_of_2=False, batch_invariant=False)
     [
         ({}, "cuda", True),
         ({}, "cpu", False),
-        ({"gemms": replace(GEMMS, batch_invariant=True)}, "cuda", False),
+        ({"gemms": replace(GEMMS, batch_invariant=True)}, "cuda", True),
         ({"gemms": replace(GEMMS, dtype=torch.float32)}, "cuda", False),
         ({"index": object()}, "cuda", False),
         ({"tp": SimpleNamespace(size=2)}, "cuda", False),
@@ -181,7 +191,7 @@ def test_a_model_with_all_kernels(q_lora_rank: int | None):
             "layer 0: the projections of attention are not in FP8; layer 0: the projections of the SwiGLU",
         ),
         ({"dtype": torch.float32}, "activations are torch.float32, not torch.bfloat16"),
-        ({"batch_invariant": True}, "in batch-invariant mode steps of all sizes sum in the same order"),
+        ({"batch_invariant": True, "fp8": False}, "layer 0: the projections of attention are not in FP8"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
