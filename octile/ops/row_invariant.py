@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octile.kernels import cpu
+from octile.kernels.cuda.gemm import bf16
 from octile.ops.accumulator import accumulator_for
 from octile.ops.grouped import grouped_matmul_nt, grouped_matmul_nt_out
 from octile.ops.matmul import Block, group_rows, matmul_nt, without_autocast
@@ -58,10 +59,10 @@ def _(a, b, out_dtype):
 
 @row_invariant_matmul_nt.register_kernel("cuda")
 def _(a, b, out_dtype):
-    from octile.kernels.triton import row_invariant as kernel  # late: a machine without a GPU has no Triton
-
     _check(a, b, out_dtype)
-    return kernel.launch(a, b, out_dtype)
+    out = a.new_empty(*a.shape[:2], b.shape[1], dtype=out_dtype)
+    _launch_out(out, a, b)
+    return out
 
 
 @operator(writes=("out",))
@@ -82,10 +83,19 @@ def _(out, a, b):
 
 @row_invariant_matmul_nt_out.register_kernel("cuda")
 def _(out, a, b):
-    from octile.kernels.triton import row_invariant as kernel
-
     _check_out(out, a, b)
-    kernel.launch_out(out, a, b)
+    _launch_out(out, a, b)
+
+
+def _launch_out(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Write the result by Triton's kernel, or where that does not divide K by Hopper's, which has the same bits."""
+    from octile.kernels.triton import row_invariant as kernel  # late: a machine without a GPU has no Triton
+
+    is_whole = b.shape[1] >= kernel.WIDE or b.shape[2] <= kernel.CHUNK
+    if is_whole and out.numel() and bf16.why_unsupported(out, a, b) is None:
+        bf16.launch(out, a, b)
+    else:
+        kernel.launch_out(out, a, b)
 
 
 def _check(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> None:

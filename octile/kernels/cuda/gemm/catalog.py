@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from octile.kernels.cuda.gemm import bf16
 from octile.kernels.cuda.gemm.candidates import best
 from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule, Store
 from octile.kernels.cuda.gemm.cost_model import Chip, Problem, rounded
@@ -61,5 +62,11 @@ def configs() -> dict[str, GemmConfig]:
         "dense, no promotion": Problem(4096, 4096, 7168, promote=False, **ONE_SCALE),
         "dense, E5M2 times E4M3": Problem(4096, 4096, 7168, a_e5m2=True),
     }
+    others = {
+        "dense, BF16 with results in FP32": bf16.CONFIG,
+        "several matrices in BF16": replace(bf16.OF_GROUPS, out_float=False),
+        "several wide matrices in BF16": replace(bf16.OF_WIDE_GROUPS, out_float=False),
+    }
     h200, h100 = ({name: best(rounded(problem), chip) for name, problem in problems.items()} for chip in CHIPS)
-    return h200 | {f"{name}, on an H100": config for name, config in h100.items() if config not in h200.values()}
+    h100 = {f"{name}, on an H100": config for name, config in h100.items() if config not in h200.values()}
+    return h200 | h100 | others

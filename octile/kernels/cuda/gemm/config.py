@@ -67,6 +67,7 @@ class GemmConfig:
         max_groups: number of groups that there is shared memory for.
         zero_rest: rows after the last group are set to zero; otherwise they are not written.
         a_e5m2, b_e5m2: the operand is E5M2; otherwise E4M3.
+        bf16: both operands are BF16, and K counts their bytes.
 
     Raises:
         ValueError: there is no such kernel. The message gives the reason.
@@ -97,6 +98,7 @@ class GemmConfig:
     zero_rest: bool = True
     a_e5m2: bool = False
     b_e5m2: bool = False
+    bf16: bool = False
 
     def __post_init__(self) -> None:
         for holds, why in self._rules():
@@ -221,7 +223,7 @@ class GemmConfig:
 
     def headers(self) -> dict[str, str]:
         """The generated header wgmma.cuh: the wgmma instruction for this tile_n and these formats."""
-        a, b = ("e5m2" if e5m2 else "e4m3" for e5m2 in (self.a_e5m2, self.b_e5m2))
+        a, b = ("bf16" if self.bf16 else "e5m2" if e5m2 else "e4m3" for e5m2 in (self.a_e5m2, self.b_e5m2))
         return {"wgmma.cuh": wgmma.header(self.tile_n, a, b)}
 
     def _rules(self) -> list[tuple[bool, str]]:
@@ -238,6 +240,7 @@ class GemmConfig:
             (self.stages >= 2, "there must be two stages or more"),
             (self.cluster_size in (1, 2), "a cluster must have 1 or 2 blocks"),
             (kinds in SCALE_KINDS, "scales must be 1×128 with 128×128, 1×128 for both, or per tensor for both"),
+            (not self.bf16 or not self.promote, "sums of BF16 products are not promoted"),
             (self.promote or kinds == (Scales.PER_TENSOR,) * 2, "without promotion scales must be per tensor"),
             (self.accumulators in (1, 2), "accumulators must be 1 or 2"),
             (self.accumulators == 1 or (self.waves <= 2 and self.promote), "two accumulators take one wave or two"),
@@ -247,7 +250,7 @@ class GemmConfig:
             (b is not Scales.PER_BLOCK or _max_blocks(self.tile_n) <= 2, "a tile would reach three blocks of b"),
             (a is not Scales.PER_BLOCK or self.waves <= 2, "a warpgroup's rows would reach two blocks of a"),
             (a is not Scales.PER_BLOCK or self.warpgroups < 3, "rows of three warpgroups do not match blocks of a"),
-            (not grouped or a is Scales.PER_ROW, "groups begin at any row, blocks of a do not"),
+            (not grouped or a is Scales.PER_ROW or self.bf16, "groups begin at any row, blocks of a do not"),
             (not grouped or not self.accumulate, "accumulate takes no groups of rows"),
             (not self.transposed or self.schedule is Schedule.DENSE, "transposed takes a dense GEMM"),
             (not self.transposed or self.tile_n % 16 == 0, "a transposed tile_n must be a multiple of 16"),
