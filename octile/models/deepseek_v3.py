@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from octile.formats import TILE
 from octile.models.config import ModelConfig
 from octile.nn.functional import result_dtype
-from octile.nn.fused.cross_entropy import cross_entropies, cross_entropy
+from octile.nn.fused.cross_entropy import can_use_kernel, cross_entropies, cross_entropy, mean_loss
 from octile.nn.fused.feed_forward import can_fuse_size
+from octile.nn.fused.fusion import has_hooks
 from octile.nn.fused.pre_norm import pre_norm
 from octile.nn.gate import Gate
 from octile.nn.indexer import Indexer
@@ -187,7 +188,7 @@ class DeepseekV3(nn.Module):
         with self.training_precision():
             h_BSD, _ = self._main(tokens_BS)
             self._pop_losses()
-            losses_BS = cross_entropies(self.lm_head(h_BSD[:, :-1]), tokens_BS[:, 1:].contiguous())
+            losses_BS = self._cross_entropies(h_BSD[:, :-1], tokens_BS[:, 1:].contiguous())
             return 0.0 - losses_BS  # 0 of a loss of 0, as the engine has it, and not −0
 
     def training_precision(self) -> AbstractContextManager[None]:
@@ -305,7 +306,19 @@ class DeepseekV3(nn.Module):
             labels_BS = F.pad(labels_BS, (0, h_BSD.shape[1] - n), value=IGNORED)
         else:
             h_BSD = h_BSD[:, :n]
+        if self._has_losses_of_head(h_BSD):
+            return mean_loss(self._cross_entropies(h_BSD, labels_BS), labels_BS)
         return cross_entropy(self.lm_head(h_BSD), labels_BS)
+
+    def _cross_entropies(self, h_BSD: Tensor, labels_BS: Tensor) -> Tensor:
+        """Return the loss of each label [B, S]."""
+        if self._has_losses_of_head(h_BSD):
+            return self.lm_head(h_BSD, labels_BS)
+        return cross_entropies(self.lm_head(h_BSD), labels_BS)
+
+    def _has_losses_of_head(self, h_BSD: Tensor) -> bool:
+        """Whether the head computes losses itself: in exact mode on a GPU, unless hooks are to see its logits."""
+        return isinstance(self.lm_head, BatchInvariantHead) and can_use_kernel(h_BSD) and not has_hooks(self.lm_head)
 
     def _check(self, tokens_BS: Tensor, labels_BS: Tensor | None) -> None:
         if tokens_BS.dim() != 2 or tokens_BS.numel() == 0:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from octile.nn import functional
 from octile.nn.delayed_scaling import AmaxHistory
+from octile.nn.fused.head_losses import HeadLosses
 from octile.nn.fused.high_precision import HighPrecisionLinear
 from octile.nn.smooth_swiglu import scale_columns
 from octile.recipe import Recipe
@@ -132,9 +133,14 @@ class BatchInvariantHead(nn.Linear):
     Shapes: x [..., in_features] → float32 [..., out_features].
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x · weightᵀ, of operands in x's dtype."""
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Return x · weightᵀ, of operands in x's dtype; with labels [...] the losses of these logits, float32 [...].
+
+        Losses are computed on a GPU, and their labels are those of `octile.nn.fused.cross_entropy`.
+        """
         x_TK = x.flatten(0, -2)
+        if labels is not None:
+            return HeadLosses.apply(x_TK, self.weight, labels.flatten(), x.dtype).view(labels.shape)
         y_TN = HighPrecisionLinear.apply(x_TK, self.weight, None, x.dtype, torch.float32, None, True)
         return y_TN.unflatten(0, x.shape[:-1])
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octile.ops.operator import operator
-from octile.ops.quantize import check_device, check_input_dtype
+from octile.ops.quantize import INPUT_DTYPES, check_device, check_input_dtype
 
 IGNORED = -100  # the label of a row that has no loss; torch's default
 
@@ -76,47 +76,52 @@ def log_probabilities(logits: Tensor) -> Tensor:
 
 
 @operator()
-def cross_entropy_backward(dlosses: Tensor, logits: Tensor, labels: Tensor, lse: Tensor) -> Tensor:
+def cross_entropy_backward(
+    dlosses: Tensor, logits: Tensor, labels: Tensor, lse: Tensor, dtype: torch.dtype | None = None
+) -> Tensor:
     """Compute the gradient of the logits in FP32, rounded once.
 
     Args:
         dlosses: float32 [M], any strides: the gradients of the losses.
         logits, labels: as in the forward pass.
         lse: float32 [M], from the forward pass.
+        dtype: that of the result: float32, bfloat16 or float16; None: that of logits.
 
     Returns:
-        dlogits [M, V] in logits' dtype, contiguous; zeros in ignored rows, whatever the logits and dlosses are there.
+        dlogits [M, V], contiguous; zeros in ignored rows, whatever the logits and dlosses are there.
 
     Raises:
         TypeError: a tensor has another dtype.
         ValueError: shapes or devices do not fit together.
         IndexError: as in `cross_entropy`.
     """
-    _check_backward(dlosses, logits, labels, lse)
+    _check_backward(dlosses, logits, labels, lse, dtype)
     counted = labels != IGNORED
     outside = labels[counted & ((labels < 0) | (labels >= logits.shape[1]))]
     if len(outside):
         raise IndexError(f"labels must be from 0 to {logits.shape[1] - 1}, or {IGNORED}, not {int(outside[0])}")
     p = (logits.float() - lse[:, None]).exp()
     p.scatter_add_(1, labels.where(counted, 0)[:, None], torch.full_like(p[:, :1], -1.0))
-    return (p * dlosses[:, None]).where(counted[:, None], 0).to(logits.dtype).contiguous()
+    return (p * dlosses[:, None]).where(counted[:, None], 0).to(dtype or logits.dtype).contiguous()
 
 
 @cross_entropy_backward.register_fake
-def _(dlosses, logits, labels, lse):
-    return logits.new_empty(logits.shape)
+def _(dlosses, logits, labels, lse, dtype=None):
+    return logits.new_empty(logits.shape, dtype=dtype or logits.dtype)
 
 
 @cross_entropy_backward.register_kernel("cuda")
-def _(dlosses, logits, labels, lse):
+def _(dlosses, logits, labels, lse, dtype=None):
     from octile.kernels.triton import cross_entropy as kernel
 
-    _check_backward(dlosses, logits, labels, lse)
-    return kernel.launch_backward(dlosses, logits, labels, lse, IGNORED)
+    _check_backward(dlosses, logits, labels, lse, dtype)
+    return kernel.launch_backward(dlosses, logits, labels, lse, IGNORED, dtype or logits.dtype)
 
 
-def _check_backward(dlosses: Tensor, logits: Tensor, labels: Tensor, lse: Tensor) -> None:
+def _check_backward(dlosses: Tensor, logits: Tensor, labels: Tensor, lse: Tensor, dtype: torch.dtype | None) -> None:
     _check(logits, labels)
+    if dtype is not None and dtype not in INPUT_DTYPES:
+        raise TypeError(f"dtype must be float32, bfloat16, float16 or None, not {dtype}")
     for name, t in (("dlosses", dlosses), ("lse", lse)):
         if t.dtype != torch.float32:
             raise TypeError(f"{name} must be float32, not {t.dtype}")

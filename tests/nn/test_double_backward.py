@@ -23,6 +23,7 @@ from octile.nn.fused.projections import projections
 from octile.nn.fused.sparse_latent_attention import sparse_latent_attention
 from octile.nn.fused.top_k_attention import top_k_attention
 from octile.nn.indexer import _IndexValues
+from octile.nn.linear import BatchInvariantHead
 from octile.nn.rope import Rope
 from octile.nn.smooth_swiglu import scale_columns
 from octile.nn.tensor_parallel import _Wait
@@ -90,6 +91,7 @@ def deferrable_linear(x: Tensor) -> Tensor:
 
 
 RAISING: dict[str, Callable[[Tensor], Tensor]] = {  # functions of x [1, S, D]
+    "HeadLosses": lambda x: BatchInvariantHead(D, 8, bias=False)(x, torch.zeros(1, S, dtype=torch.int64)),
     "HighPrecisionLinear": lambda x: functional.linear(x, torch.randn(8, D), None, Recipe.bf16()),
     "QuantizedLinear": Linear(D, 8),
     "_AlignmentLoss": alignment,

@@ -26,10 +26,12 @@ def launch(logits: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor
     return losses, lse
 
 
-def launch_backward(dlosses: Tensor, logits: Tensor, labels: Tensor, lse: Tensor, ignored: int) -> Tensor:
-    """The gradient of logits [M, V], in their dtype and contiguous."""
+def launch_backward(
+    dlosses: Tensor, logits: Tensor, labels: Tensor, lse: Tensor, ignored: int, dtype: torch.dtype
+) -> Tensor:
+    """The gradient of logits [M, V], in dtype and contiguous."""
     m, v = logits.shape
-    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    dlogits = torch.empty(logits.shape, dtype=dtype, device=logits.device)
     columns = _columns_of_program(v)
     blocks = triton.cdiv(v, columns["COLS"])
     if m:
@@ -53,7 +55,7 @@ def compile_cases() -> cases.CompileCases:
     def losses(logits: Tensor) -> None:
         labels, lse = cases.empty(cases.T, dtype=torch.int64), cases.empty(cases.T, dtype=cases.FP32)
         launch(logits, labels, -100)
-        launch_backward(lse, logits, labels, lse, -100)
+        launch_backward(lse, logits, labels, lse, -100, cases.BF16)
 
     return {
         "cross-entropy": lambda: losses(cases.empty(cases.T, 8 * cases.N)),

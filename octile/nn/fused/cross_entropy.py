@@ -31,23 +31,29 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     Raises:
         IndexError: on the CPU, a label is out of range. On a GPU the loss is then NaN.
     """
-    if not _can_use_kernel(logits):
+    if not can_use_kernel(logits):
         return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED)
-    return cross_entropies(logits, labels).sum() / (labels != IGNORED).sum()
+    return mean_loss(cross_entropies(logits, labels), labels)
 
 
 def cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the loss of each row, float32 [...], 0 where it does not count; arguments as in `cross_entropy`."""
     matrix, classes = logits.flatten(0, -2), labels.flatten()
-    losses = _CrossEntropy.apply(matrix, classes) if _can_use_kernel(logits) else _cross_entropy(matrix, classes)
+    losses = _CrossEntropy.apply(matrix, classes) if can_use_kernel(logits) else _cross_entropy(matrix, classes)
     return losses.view(labels.shape)
+
+
+def mean_loss(losses: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean of the losses [...] of the rows that count, by their labels [...]."""
+    return losses.sum() / (labels != IGNORED).sum()
 
 
 def _cross_entropy(logits_MV: Tensor, labels_M: Tensor) -> Tensor:
     return F.cross_entropy(logits_MV.float(), labels_M, ignore_index=IGNORED, reduction="none")
 
 
-def _can_use_kernel(logits: Tensor) -> bool:
+def can_use_kernel(logits: Tensor) -> bool:
+    """Whether octile's kernels compute the losses of logits, or of what a head reads."""
     return logits.is_cuda and can_use_operators(logits)
 
 

@@ -10,6 +10,7 @@ dtypes cannot be captured in a CUDA graph.
 Shapes: T tokens, K inputs, N outputs, G experts.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,30 +40,58 @@ class HighPrecisionLinear(torch.autograd.Function):
         batch_invariant: bool = False,
     ) -> Tensor:
         """Compute y [T, N] from x [T, K] and the weight: [N, K], or [E, N, K] with groups that end at `offs`."""
-        x, w = compute_once(shared, compute, lambda: x_TK.to(compute)), weight.to(compute).contiguous()
-        x_has_gradient, w_has_gradient, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(x if w_has_gradient else None, w if x_has_gradient else None, offs)
-        ctx.compute, ctx.x_dtype, ctx.w_dtype = compute, x_TK.dtype, weight.dtype
-        ctx.main_grad, ctx.parameters = getattr(weight, "main_grad", None), parameters_of((weight,))
-        observed = has_gemm_observers() and (x_has_gradient or w_has_gradient)
-        ctx.seen = report_fprop(weight, ObservedGemm("fprop", x_TK, offs=offs)) if observed else []
-        return row_invariant_groups_nt(x, w, offs, out_dtype) if batch_invariant else nt(x, w, offs, out_dtype)
+        y, saved = linear_forward(ctx, x_TK, weight, offs, compute, out_dtype, shared, batch_invariant)
+        ctx.save_for_backward(*saved)
+        return y
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients of x and of the weight from dy [T, N]; None for the other arguments."""
-        x, w, offs = ctx.saved_tensors
-        dy = dy_TN.to(ctx.compute)
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            report_backward(ctx.seen, ObservedGemm("dgrad", dy_TN, offs=offs))
-            dx = nt(dy, w.mT, offs, ctx.x_dtype)
-        if ctx.needs_input_grad[1]:
-            report_backward(ctx.seen, ObservedGemm("wgrad", dy_TN.mT, offs=offs))
-            settings = offs, ctx.w_dtype, ctx.main_grad
-            (dw,) = run_or_defer(ctx.parameters, lambda: [wgrad(dy, x, *settings)])
-        return dx, dw, None, None, None, None, None
+        return *linear_backward(ctx, ctx.saved_tensors, dy_TN), None, None, None, None, None
+
+
+def linear_forward(
+    ctx: Any,
+    x_TK: Tensor,
+    weight: Tensor,
+    offs: Tensor | None,
+    compute: torch.dtype,
+    out_dtype: torch.dtype,
+    shared: Shared | None,
+    batch_invariant: bool,
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """Compute `HighPrecisionLinear.forward` for a function whose first arguments are x and the weight.
+
+    Returns:
+        y, and what is saved for `linear_backward`, besides what ctx holds.
+    """
+    x, w = compute_once(shared, compute, lambda: x_TK.to(compute)), weight.to(compute).contiguous()
+    x_has_gradient, w_has_gradient, *_ = ctx.needs_input_grad
+    ctx.compute, ctx.x_dtype, ctx.w_dtype = compute, x_TK.dtype, weight.dtype
+    ctx.main_grad, ctx.parameters = getattr(weight, "main_grad", None), parameters_of((weight,))
+    observed = has_gemm_observers() and (x_has_gradient or w_has_gradient)
+    ctx.seen = report_fprop(weight, ObservedGemm("fprop", x_TK, offs=offs)) if observed else []
+    y = row_invariant_groups_nt(x, w, offs, out_dtype) if batch_invariant else nt(x, w, offs, out_dtype)
+    return y, (x if w_has_gradient else None, w if x_has_gradient else None, offs)
+
+
+def linear_backward(ctx: Any, saved: Sequence[Tensor | None], dy_TN: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of x and of the weight from dy [T, N] and what `linear_forward` has saved."""
+    x, w, offs = saved
+    dy = dy_TN.to(ctx.compute)
+    dx = dw = None
+    if ctx.needs_input_grad[0]:
+        assert w is not None
+        report_backward(ctx.seen, ObservedGemm("dgrad", dy_TN, offs=offs))
+        dx = nt(dy, w.mT, offs, ctx.x_dtype)
+    if ctx.needs_input_grad[1]:
+        assert x is not None
+        rows = x
+        report_backward(ctx.seen, ObservedGemm("wgrad", dy_TN.mT, offs=offs))
+        settings = offs, ctx.w_dtype, ctx.main_grad
+        (dw,) = run_or_defer(ctx.parameters, lambda: [wgrad(dy, rows, *settings)])
+    return dx, dw
 
 
 def nt(a: Tensor, b: Tensor, offs: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -133,7 +133,8 @@ def _cached(latent_TC: Tensor, k_rope_TR: Tensor, cos_sin: CosSin, batch: int, l
     s = rope_BS1R.shape[1]
     n_pages = -(-s // PAGE)
     width, dtype = (row_bytes(c, r), torch.uint8) if latents == "fp8" else (c + r, latent_TC.dtype)
-    cache = latent_TC.new_zeros(batch * n_pages, PAGE, width, dtype=dtype)
+    new = latent_TC.new_zeros if s % PAGE else latent_TC.new_empty  # rows without a position may hold no NaN
+    cache = new(batch * n_pages, PAGE, width, dtype=dtype)
     first_B1 = torch.arange(0, batch * n_pages * PAGE, n_pages * PAGE, device=cache.device)[:, None]
     slots_T = (first_B1 + torch.arange(s, device=cache.device)).flatten()
     write_latents(cache, slots_T, latent_TC.contiguous(), rope_BS1R.flatten(0, 2))

@@ -32,7 +32,7 @@ def check(logits: Tensor, labels: Tensor, dlosses: Tensor) -> None:
     assert ((losses - expected).abs() <= 2.0**-20 * size)[finite].all()
     torch.testing.assert_close(losses[~finite], expected[~finite], equal_nan=True)
 
-    dlogits = kernel.launch_backward(dlosses, logits, labels, expected_lse, IGNORED)
+    dlogits = kernel.launch_backward(dlosses, logits, labels, expected_lse, IGNORED, logits.dtype)
     gradient = cross_entropy_backward(dlosses, logits, labels, expected_lse)
     assert (dlogits.dtype, dlogits.stride()) == (gradient.dtype, gradient.stride())
     assert torch.equal(dlogits.isnan(), gradient.isnan())
@@ -81,7 +81,7 @@ def test_a_label_out_of_range_makes_its_row_nan(label: int):
     logits, labels = inputs(3, 200)
     labels[2] = label
     losses, lse = kernel.launch(logits, labels, IGNORED)
-    dlogits = kernel.launch_backward(torch.ones(3), logits, labels, lse, IGNORED)
+    dlogits = kernel.launch_backward(torch.ones(3), logits, labels, lse, IGNORED, logits.dtype)
     assert losses.isnan().tolist() == dlogits.isnan().all(1).tolist() == [False, False, True]
     assert dlogits[:2].isfinite().all()
 
@@ -90,6 +90,6 @@ def test_an_ignored_row_has_neither_loss_nor_gradient():
     logits, labels = inputs(3, 200)
     logits[1] = float("nan")
     losses, lse = kernel.launch(logits, labels, IGNORED)
-    dlogits = kernel.launch_backward(torch.full((3,), float("inf")), logits, labels, lse, IGNORED)
+    dlogits = kernel.launch_backward(torch.full((3,), float("inf")), logits, labels, lse, IGNORED, logits.dtype)
     assert losses[1] == 0
     assert not dlogits[1].any()
