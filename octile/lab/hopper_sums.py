@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octile.kernels.row_invariant import CHUNK, WIDE
 from octile.lab.tensor_core import tensor_core, tensor_core_matmul
 from octile.ops.absorbed_attention import PART
 from octile.ops.gate import bfloat16_terms, gate, route
@@ -30,7 +31,6 @@ from octile.ops.paged_attention import paged_attention, paged_attention_with_lse
 from octile.ops.row_invariant import row_invariant_matmul_nt, row_invariant_matmul_nt_out
 
 ARCH, PROMOTE_EVERY = "sm_90", 128
-CHUNK, WIDE = 512, 2048  # as in `octile.kernels.triton.row_invariant`, which a machine without Triton cannot import
 TERMS = 3  # of an FP32 weight
 KEYS, MAX_LATENT = 64, 256  # as in `octile.kernels.triton.paged_attention`, of rows that attend together
 LOG2E = 1.4426950408889634

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from octile.kernels import cpu
 from octile.kernels.cuda.gemm import bf16
+from octile.kernels.row_invariant import CHUNK, WIDE
 from octile.ops.accumulator import accumulator_for
 from octile.ops.grouped import grouped_matmul_nt, grouped_matmul_nt_out
 from octile.ops.matmul import Block, group_rows, matmul_nt, without_autocast
@@ -91,7 +92,7 @@ def _launch_out(out: Tensor, a: Tensor, b: Tensor) -> None:
     """Write the result by Triton's kernel, or where that does not divide K by Hopper's, which has the same bits."""
     from octile.kernels.triton import row_invariant as kernel  # late: a machine without a GPU has no Triton
 
-    is_whole = b.shape[1] >= kernel.WIDE or b.shape[2] <= kernel.CHUNK
+    is_whole = b.shape[1] >= WIDE or b.shape[2] <= CHUNK
     if is_whole and out.numel() and bf16.why_unsupported(out, a, b) is None:
         bf16.launch(out, a, b)
     else:

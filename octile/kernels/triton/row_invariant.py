@@ -14,11 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from octile.kernels.hopper import SHARED_BYTES
+from octile.kernels.row_invariant import CHUNK, WIDE
 from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton.device import DeviceProperties, device_properties
 from octile.kernels.triton.launch_config import ROW_INVARIANT, ROW_INVARIANT_OF_MANY, ROW_INVARIANT_WIDE
 
-CHUNK, WIDE = 512, 2048  # of K, and columns from which on K is not divided: the bits of results depend on both
 TOGETHER = 8  # tiles of rows for which programs that follow each other find b in L2
 SUMMED = 256  # results of a program that adds parts
 

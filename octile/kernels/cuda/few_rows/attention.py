@@ -21,6 +21,7 @@ from octile.kernels.cuda.gemm import request
 from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
 from octile.kernels.cuda.quantize.launcher import DTYPES, norm_parts
 from octile.kernels.memory_layout import VECTOR
+from octile.kernels.row_invariant import CHUNK
 
 LATENT, ROTARY = 512, 64
 WIDTH = LATENT + ROTARY
@@ -32,7 +33,6 @@ MAX_SPLITS = 64  # of a row
 # about 16 of them at a time.
 PART_PAGES, ONE_ROW_HEADS, MAX_CLUSTERS = 32, 8, 16
 MERGE_THREADS = LATENT // 4  # of values_one_row.cu
-MAX_CHAIN = 512  # columns that `octile.kernels.triton.row_invariant` sums without a break
 
 _prepared: BoundedCache[PreparedKernel] = BoundedCache(MAX_KEYS)
 
@@ -66,8 +66,8 @@ def why_no_row_invariant_queries(w_k: Tensor, norm_weight: Tensor) -> str | None
     """Return why `latent_queries` may not have the bits of the operators in batch-invariant mode; None: it has them."""
     if norm_weight.data_ptr() % VECTOR:
         return f"the norm's weight does not begin at a multiple of {VECTOR} bytes: another kernel normalizes many rows"
-    if w_k.shape[2] > MAX_CHAIN:
-        return f"heads have {w_k.shape[2]} channels, more than the {MAX_CHAIN} that are summed without a break"
+    if w_k.shape[2] > CHUNK:
+        return f"heads have {w_k.shape[2]} channels, more than the {CHUNK} that are summed without a break"
     return None
 
 

@@ -36,6 +36,7 @@ from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel, addre
 from octile.kernels.cuda.quantize.launcher import DTYPES, NARROW_ROWS_WITH_VALUES, norm_parts
 from octile.kernels.hopper import SHARED_BYTES
 from octile.kernels.memory_layout import VECTOR, new_scale
+from octile.kernels.row_invariant import CHUNK
 from octile.routing import EPS
 
 SIDE, STAGE_BYTES, ROW_PADDING = 128, 32 * (4 * 16 + 2 * 4), 64  # as in weight_rows.cuh and the kernels
@@ -45,7 +46,6 @@ GATE_CLUSTER, GATE_WARPS, UP_WARPS, DOWN_COLUMNS = 8, 8, 12, 16
 # 16 warps are not faster, and leave no registers of an SM for thread blocks of the next kernel.
 DOWN_WARPS_OF_ONE_ROW, DOWN_WARPS_OF_MORE, DOWN_CLUSTER_OF_MORE = (8,), (16, 12, 8), 2
 MIN_DEPTH, MAX_DEPTH = 2, 6  # k-blocks of a warp in flight
-GATE_PART = 512  # columns that one row's tensor cores sum, as in octile/kernels/triton/row_invariant.py
 
 Weights = tuple[Tensor, Tensor, Tensor, Tensor]  # up and its scale, down and its scale
 SharedWeights = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -70,13 +70,13 @@ def plan_gate(
     """Plan mixture_gate for rows [rows, columns]."""
     n_experts, n_chosen = int(choice["experts"]), int(choice["chosen"])
     choice_bytes = _aligned(MAX_ROWS * (n_experts + 4 * n_chosen) + _aligned(2 * n_experts, 4) + 4, 8)
-    logits = -(-columns // GATE_PART) if row_invariant else rows
+    logits = -(-columns // CHUNK) if row_invariant else rows
     shared = _aligned(_aligned(4 * (rows * GATE_WARPS + logits * n_experts), 8) + choice_bytes) + 2 * rows * columns
     units, warps = norm_parts(columns)
     constants = choice | {
         "rows": rows, "columns": columns, "warps": GATE_WARPS, "cluster": GATE_CLUSTER, "gate_dtype": DTYPES[gate],
-        "weight_dtype": DTYPES[norm], "norm_units": units, "norm_warps": warps, "power_of_2": power_of_2,
-        "row_invariant": row_invariant, "shared_bytes": _aligned(shared),
+        "weight_dtype": DTYPES[norm], "norm_units": units, "norm_warps": warps, "part": CHUNK,
+        "power_of_2": power_of_2, "row_invariant": row_invariant, "shared_bytes": _aligned(shared),
     }  # fmt: skip
     return Plan("mixture_gate", constants, GATE_CLUSTER, GATE_CLUSTER, 32 * GATE_WARPS)
 

@@ -19,7 +19,7 @@
 constexpr int num_rows = config::rows, k = config::columns, gate_warps = config::warps, gate_threads = 32 * gate_warps;
 constexpr int step = 8 * gate_threads, x_vectors = (k + step - 1) / step;  // of a row of x, in a thread
 constexpr int gate_vectors = 8, chunk = gate_vectors * 32 * 8;  // columns of the gate's weight that a warp holds
-constexpr int part = 512, parts = (k + part - 1) / part, expert_tiles = (experts + tile_rows - 1) / tile_rows;
+constexpr int part = config::part, parts = (k + part - 1) / part, expert_tiles = (experts + tile_rows - 1) / tile_rows;
 static_assert(!config::row_invariant || num_rows == 1);
 
 // The choice of all rows in shared memory.

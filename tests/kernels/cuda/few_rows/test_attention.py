@@ -310,10 +310,6 @@ def test_parts_of_one_row_are_those_of_batch_invariant_mode():
     assert launcher.PART_PAGES * PAGE == absorbed_attention.PART == mla_catalog.PART
 
 
-def test_columns_that_are_summed_without_a_break_are_those_of_batch_invariant_mode():
-    assert launcher.MAX_CHAIN == pytest.importorskip("octile.kernels.triton.row_invariant").CHUNK
-
-
 @pytest.mark.parametrize(
     ("n_heads", "parts", "clusters"), [(16, 1, 2), (16, 3, 6), (16, 64, 16), (1, 64, 16), (20, 9, 15), (128, 64, 16)]
 )
