@@ -130,7 +130,7 @@ def _decode(
     for batch in shape.batches:
         case = decode_case(shape, batch)
         say(f"measuring {case}")
-        step, model, profile = _decoded_step(runner, shape, batch)
+        step, model, profile = decoded_step(runner, shape, batch)
         profiles += profile
         speeds[batch] = batch / step.seconds
         yield Row(case, "step", 1e3 * step.seconds, "ms")
@@ -178,7 +178,7 @@ def random_weights(
     return assemble(config, dtype, True, read, heads=heads)
 
 
-def _decoded_step(runner: ModelRunner, shape: Shape, batch: int) -> tuple[DecodedStep, float | None, list[Row]]:
+def decoded_step(runner: ModelRunner, shape: Shape, batch: int) -> tuple[DecodedStep, float | None, list[Row]]:
     """A step in which a batch of requests decodes, in wall-clock time, that of the model in it, and a profile."""
     tokenizer = Tokenizer.train([], MIN_VOCAB_SIZE)
     max_step_tokens = max(batch, shape.prefill * shape.prompt)
