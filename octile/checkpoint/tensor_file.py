@@ -226,6 +226,15 @@ def writing(
         out.check_complete()
 
 
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file of tensors at hand, and the folders above it; see `writing`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    specs = {name: TensorSpec.of(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    with writing(path, specs, metadata) as out:
+        for name, tensor in tensors.items():
+            out.write(name, tensor)
+
+
 def encode_header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
     """Return the header of a file, and the byte at which each tensor begins, in the order of the data.
 

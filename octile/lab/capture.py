@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from octile import __version__
-from octile.checkpoint.tensor_file import TensorFile, TensorSpec, writing
+from octile.checkpoint.tensor_file import TensorFile, write_tensors
 from octile.lab.layers import observed_weights
 from octile.nn.observer import Backward, ObservedGemm, observe_gemms
 from octile.recipe import GEMMS, GemmName
@@ -114,11 +114,7 @@ class Recorder:
             "products": sorted(self.requested),
             "sha256": _digest(tensors),
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        specs = {name: TensorSpec.of(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        with writing(path, specs, {METADATA: json.dumps(metadata)}) as out:
-            for name, tensor in tensors.items():
-                out.write(name, tensor)
+        write_tensors(path, tensors, {METADATA: json.dumps(metadata)})
         return path
 
 

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from octile import __version__
-from octile.checkpoint.tensor_file import TensorFile, TensorSpec, writing
+from octile.checkpoint.tensor_file import TensorFile, write_tensors
 from octile.lab.rollout import Text
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.ops.cross_entropy import cross_entropy
@@ -99,11 +99,7 @@ class Recording:
             "texts": len(self.texts),
             "calls": [vars(call) for call in self.calls],
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        specs = {name: TensorSpec.of(t.dtype, tuple(t.shape)) for name, t in tensors.items()}
-        with writing(path, specs, {METADATA: json.dumps(metadata)}) as out:
-            for name, tensor in tensors.items():
-                out.write(name, tensor)
+        write_tensors(path, tensors, {METADATA: json.dumps(metadata)})
         return path
 
     @classmethod
