@@ -3,28 +3,17 @@
 // The warp loads the weight to registers; weight_rows.cuh copies it to shared memory.
 #pragma once
 #include "fp8_product.cuh"
-#include "fp8_rows.cuh"
+#include "rows_of_tile.cuh"
 
-struct Fp8Tile {
-    static constexpr int blocks = (k_blocks + warps - 1) / warps;  // k-blocks of a warp: warp, warp + 8, …
-    static constexpr int depth = blocks < config::depth ? blocks : config::depth;  // loaded ahead
-    const Lane& lane;
-    const uint8_t *top, *bottom;  // the lane's bytes of its two rows
-    const float* scales;        // of the blocks of these rows
-    uint4 bytes[depth][2][2];   // [block][half of 64 bytes][row]
+struct Fp8Tile : RowsOfTile {
+    uint4 bytes[depth][2][2];  // [block][half of 64 bytes][row]
     float scale[depth];
 
-    // weight: [n, K], scales: [⌈n/128⌉, ⌈K/128⌉]. Rows from n on are not read.
     __device__ __forceinline__ Fp8Tile(const Lane& lane, const uint8_t* weight, const float* scales, int first, int n)
-        : lane(lane),
-          top(weight + static_cast<int64_t>(min(first + lane.group, n - 1)) * config::k),
-          bottom(weight + static_cast<int64_t>(min(first + lane.group + 8, n - 1)) * config::k),
-          scales(scales + static_cast<int64_t>(min(first, n - 1) / 128) * k_blocks) {
+        : RowsOfTile(lane, weight, scales, first, n) {
 #pragma unroll
         for (int i = 0; i < depth; ++i) load(i, i);
     }
-
-    __device__ __forceinline__ static int block_of(int i) { return threadIdx.x / 32 + i * warps; }
 
     __device__ __forceinline__ void load(int slot, int i) {
         const int block = block_of(i);

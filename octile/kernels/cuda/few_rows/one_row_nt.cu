@@ -2,29 +2,18 @@
 //
 // A thread block computes 16 columns of y. Its warps multiply k-blocks 8 at a time, one each; the products of all k-blocks
 // are then added in their order.
-#include "fp8_rows.cuh"
+#include "rows_of_tile.cuh"
 
 // A warp's part of a tile of 16 rows of a weight: its k-blocks, in registers.
-struct RowTile {
-    static constexpr int rounds = (k_blocks + warps - 1) / warps;
-    static constexpr int depth = rounds < config::depth ? rounds : config::depth;  // loaded ahead
-    const Lane& lane;
-    const uint8_t *top, *bottom;  // the lane's bytes of its two rows
-    const float* scales;          // of the blocks of these rows
-    uint2 bytes[depth][4][2];     // [k-block][32 columns][row]
+struct RowTile : RowsOfTile {
+    uint2 bytes[depth][4][2];  // [k-block][32 columns][row]
     float scale[depth];
 
-    // weight: [n, K], scales: [⌈n/128⌉, ⌈K/128⌉]. Rows from n on are not read.
     __device__ __forceinline__ RowTile(const Lane& lane, const uint8_t* weight, const float* scales, int first, int n)
-        : lane(lane),
-          top(weight + static_cast<int64_t>(min(first + lane.group, n - 1)) * config::k),
-          bottom(weight + static_cast<int64_t>(min(first + lane.group + 8, n - 1)) * config::k),
-          scales(scales + static_cast<int64_t>(min(first, n - 1) / 128) * k_blocks) {
+        : RowsOfTile(lane, weight, scales, first, n) {
 #pragma unroll
         for (int i = 0; i < depth; ++i) load(i, i);
     }
-
-    __device__ __forceinline__ static int block_of(int round) { return threadIdx.x / 32 + round * warps; }
 
     __device__ __forceinline__ void load(int slot, int round) {
         const int block = block_of(round);
@@ -43,13 +32,13 @@ struct RowTile {
     __device__ __forceinline__ void multiply(const BlockProducts& to, const Fp8Rows& x) {
         const RowOfX row{x.shared};
 #pragma unroll 1
-        for (int round = 0; round < rounds; round += depth) {
+        for (int round = 0; round < blocks; round += depth) {
             RowFragments a[depth] = {};
             float d[depth][4];
             uint64_t operands[depth];
 #pragma unroll
             for (int slot = 0; slot < depth; ++slot) {
-                operands[slot] = row.operand(min(round + slot, rounds - 1) * warps);
+                operands[slot] = row.operand(min(round + slot, blocks - 1) * warps);
                 if (block_of(round + slot) < k_blocks)
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
@@ -63,7 +52,7 @@ struct RowTile {
                 const int block = block_of(round + slot);
                 if (block < k_blocks)
                     to.put(d[slot], lane, threadIdx.x / 32, block, __fmul_rn(x.scales(block, 0).x, scale[slot]));
-                if (rounds > depth) load(slot, round + slot + depth);
+                if (blocks > depth) load(slot, round + slot + depth);
             }
         }
     }
