@@ -61,7 +61,7 @@ def hopper_fp8() -> Iterator[None]:
 
 
 def compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Compute an operator with Hopper's sums where this module has them, and as it is otherwise.
+    """Compute an operator with Hopper's sums where this module has them, and call it otherwise.
 
     It is a `Compute` of `octile.lab.operators`. FP8 GEMMs have them inside `hopper_fp8`.
     """

@@ -256,7 +256,7 @@ Compute = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]  # an operator 
 
 
 def as_called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call an operator as it is."""
+    """Call an operator with its own arithmetic."""
     return func(*args, **kwargs)
 
 
