@@ -12,7 +12,7 @@ from pathlib import Path
 from octile.train.data.arithmetic import SEED, WRONG_SHARE, Problem, spaced
 
 NUMBERS = range(1_000, 10_000)
-EXAMPLES, PROMPTS = 30_000, 4_000
+EXAMPLES, PROMPTS = 60_000, 4_000
 
 
 def solve(problem: Problem, is_wrong: bool) -> str:

@@ -1,4 +1,4 @@
-"""Paired differences from exact mode of the runs of one beginner: means of five seeds with 95% intervals."""
+"""Paired differences from exact mode of the runs of one beginner: means of the seeds with 95% intervals."""
 
 import gzip
 import json
@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 ENGINES = ("exact", "default", "corrected")
-SEEDS = range(5)
-STUDENT = 2.776  # the 97.5% quantile of Student's distribution with four degrees of freedom
+STUDENT = {3: 4.303, 5: 2.776}  # by seeds: the 97.5% quantile of Student's distribution with one degree less
+COMPARED = ("mean reward", "mean reward of the last ten steps", "mean gradient norm", "mean KL")
 
 
 def steps(path: Path) -> list[dict]:
@@ -24,6 +24,7 @@ def figures(path: Path) -> dict[str, float]:
         "mean reward": statistics.mean(rewards),
         "mean reward of the last ten steps": statistics.mean(rewards[-10:]),
         "mean gradient norm": statistics.mean(record["grad_norm"] for record in records),
+        "mean KL": statistics.mean(record["kl"] for record in records),
         "equal bits": sum(record["delta_equal"] for record in records) / tokens,
         "mean difference": sum(record["delta_mean"] * record["delta_tokens"] for record in records) / tokens,
         "largest difference": max(record["delta_largest"] for record in records),
@@ -31,14 +32,15 @@ def figures(path: Path) -> dict[str, float]:
 
 
 def main(folder: Path) -> None:
-    runs = {engine: [figures(folder / f"{engine}_{seed}.jsonl.gz") for seed in SEEDS] for engine in ENGINES}
+    seeds = sorted(int(path.name.split("_")[1].split(".")[0]) for path in folder.glob("exact_*.jsonl.gz"))
+    runs = {engine: [figures(folder / f"{engine}_{seed}.jsonl.gz") for seed in seeds] for engine in ENGINES}
     for engine, of_seeds in runs.items():
-        for seed, values in zip(SEEDS, of_seeds, strict=True):
+        for seed, values in zip(seeds, of_seeds, strict=True):
             print(engine, seed, *(f"{name} {value:.4f}" for name, value in values.items()), sep="; ")
     for engine in ("default", "corrected"):
-        for name in ("mean reward", "mean reward of the last ten steps", "mean gradient norm"):
+        for name in COMPARED:
             differences = [other[name] - exact[name] for other, exact in zip(runs[engine], runs["exact"], strict=True)]
-            half = STUDENT * statistics.stdev(differences) / len(differences) ** 0.5
+            half = STUDENT[len(seeds)] * statistics.stdev(differences) / len(differences) ** 0.5
             print(f"{engine} - exact, {name}: {statistics.mean(differences):+.4f} ± {half:.4f}")
 
 
