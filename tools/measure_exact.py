@@ -1,10 +1,10 @@
-"""The speed of exact mode relative to the default, of requests that decode and of a training step, on one GPU.
+"""The speed of exact mode relative to the default on one GPU: training steps, prompts and requests that decode.
 
     python -m tools.measure_exact
 
-Requests are those of `octile bench serve`, with random weights of DeepSeek-V2-Lite's shape, and decode as there; steps
-are those of `octile train` with random tokens. Both modes run in the same process, one after the other. Below each
-figure are the kernels that took longest in one step, where there is a GPU.
+Steps are those of `octile train` with random tokens, prompts and requests those of `octile bench serve` with random
+weights of DeepSeek-V2-Lite's shape. Both modes run in the same process, one after the other. Below each figure are the
+kernels that took longest in one step, where there is a GPU.
 """
 
 import gc
@@ -16,7 +16,15 @@ from statistics import median
 import torch
 
 from octile.bench.rows import Row
-from octile.bench.serve.engine import V2_LITE, Shape, decoded_step, new_tokens, profile_rows, random_weights
+from octile.bench.serve.engine import (
+    V2_LITE,
+    Shape,
+    decoded_step,
+    new_tokens,
+    prefill_rows,
+    profile_rows,
+    random_weights,
+)
 from octile.serve.runner.model_runner import ModelRunner
 from octile.train.config import TrainConfig, preset
 from octile.train.trainer import Trainer
@@ -27,12 +35,14 @@ TRAINED = {"medium": (2048, 64, 4), "small": (1024, 32, 1)}  # positions, texts 
 BATCHES = (1, 32, 256)
 
 
-def decode(shape: Shape, device: torch.device) -> list[str]:
-    """Tokens/s of each batch of `shape` in both modes, and exact mode's share of the default."""
+def serve(shape: Shape, device: torch.device) -> list[str]:
+    """Tokens/s of each batch of `shape` and of its prompts in both modes, and exact mode's share of the default."""
     weights = random_weights(shape.config, device)
     pages = max(shape.batches) * (1 + -(-(shape.prompt + new_tokens(shape)) // ModelRunner.page_size))
-    lines, speeds = [], {}
-    for exact in (False, True):
+    lines: list[str] = []
+    speeds: dict[str, list[float]] = {}
+    for name, exact in (("default", False), ("exact", True)):
+        begin = time.perf_counter()
         runner = ModelRunner(
             weights,
             pages,
@@ -40,16 +50,20 @@ def decode(shape: Shape, device: torch.device) -> list[str]:
             max_step_tokens=shape.prefill * shape.prompt,
             batch_invariant=exact,
         )
+        lines += [f"{shape.name}, {name}: CUDA graphs after {time.perf_counter() - begin:.1f} s"]
         for batch in shape.batches:
             step, _, kernels = decoded_step(runner, shape, batch)
-            speeds[exact, batch] = batch / step.seconds
-            name = "exact" if exact else "default"
-            lines += [f"{shape.name}, {batch} requests, {name}: {speeds[exact, batch]:,.0f} tokens/s"]
-            lines += profile(kernels)
+            case = f"{shape.name}, {batch} requests"
+            speeds.setdefault(case, []).append(batch / step.seconds)
+            lines += [f"{case}, {name}: {speeds[case][-1]:,.0f} tokens/s", *profile(kernels)]
+        throughput, *rows = prefill_rows(runner, shape)
+        speeds.setdefault(throughput.case, []).append(throughput.value)
+        lines += [f"{throughput.case}, {name}: {throughput.value:,.0f} tokens/s", *profile(rows)]
         del runner
         gc.collect()
-    ratios = [(batch, speeds[True, batch] / speeds[False, batch]) for batch in shape.batches]
-    return lines + [f"{shape.name}, {batch} requests: exact has {ratio:.3f} of the default" for batch, ratio in ratios]
+    return lines + [
+        f"{case}: exact has {exact / default:.3f} of the default" for case, (default, exact) in speeds.items()
+    ]
 
 
 def train(name: str, config: TrainConfig, device: torch.device) -> list[str]:
@@ -91,7 +105,7 @@ def main() -> None:
     for name, (length, batch, micro_batches) in TRAINED.items():
         config = replace(preset(name), device="cuda", sequence_length=length, batch_size=batch, val_sequences=4)
         say(train(name, replace(config, micro_batches=micro_batches), device))
-    say(decode(replace(V2_LITE, batches=BATCHES), device))
+    say(serve(replace(V2_LITE, batches=BATCHES), device))
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def rows(shape: Shape, device: torch.device) -> Iterator[Row]:
     speeds = dict[int, float]()
     runner = _runner(shape, device, True, shape.prefill * shape.prompt)
     yield from _decode(runner, shape, True, bandwidths, speeds)
-    yield from _prefill(runner, shape)
+    yield from prefill_rows(runner, shape)
     del runner
     bf16 = dict[int, float]()
     runner = _runner(shape, device, False, 0)
@@ -218,7 +218,8 @@ def new_tokens(shape: Shape) -> int:
     return 2 + PROFILED + 2 * shape.steps + -(-max(shape.batches) // shape.prefill)
 
 
-def _prefill(runner: ModelRunner, shape: Shape) -> Iterator[Row]:
+def prefill_rows(runner: ModelRunner, shape: Shape) -> Iterator[Row]:
+    """Yield the speed and the profile of a pass over several prompts of a shape."""
     chosen, n, pages = random.Random(0), shape.prompt, -(-shape.prompt // runner.page_size)
     chunks = [
         Chunk(chosen.choices(range(runner.vocab_size), k=n), 0, array("i", range(i * pages, (i + 1) * pages)), 1)
