@@ -97,9 +97,10 @@ class RLTrainer:
         )
         self.is_exact = recipe is not None and recipe.batch_invariant
         count = min(config.prompts_per_step * config.group_size, MAX_BATCH)
+        pages = 1 + -(-(longest + config.max_new_tokens) // ModelRunner.page_size)  # the engine admits with one to spare
         runner = ModelRunner(
             LiveWeights(self.model),
-            count * -(-(longest + config.max_new_tokens) // ModelRunner.page_size),
+            count * pages,
             "fp8" if recipe is not None and recipe.latents == "fp8" else None,
             count,
             batch_invariant=self.is_exact,

@@ -107,6 +107,13 @@ def test_each_step_has_its_own_prompts_and_seeds(exact_folder, reward_file, monk
     assert [args for args, _ in calls] == [(3, 0, 8), (3, 1, 8)]
 
 
+def test_short_completions_are_all_sampled_at_once(exact_folder, reward_file):
+    trainer = make_trainer(exact_folder, reward_file, group_size=16)
+    trainer.step()
+    longest = max(len(each.completion.tokens) for each in trainer.last)
+    assert trainer.engine.stats().steps <= longest + 2  # that of the prompts, and one after a cancellation
+
+
 def test_entropy_is_measured_on_the_sampled_tokens_alone(exact_folder, reward_file):
     trainer = make_trainer(exact_folder, reward_file)
     line = trainer.step()
