@@ -100,6 +100,8 @@ def main() -> None:
     parser.add_argument("--exchange", default="auto", choices=["auto", "all_to_all", "symmetric_memory"])
     options = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if options.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     ranks = join(device, 120)
     config: TrainConfig = replace(
         preset(options.preset),
@@ -107,7 +109,7 @@ def main() -> None:
         device=options.device,
         batch_size=4,
         micro_batches=1,
-        sequence_length=128,
+        sequence_length=512,  # the longest text fits: ranks have room for the tokens of a step
         val_sequences=4,
         parallel=ParallelConfig(N_RANKS, N_RANKS, exchange=options.exchange),
     )
