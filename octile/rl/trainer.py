@@ -97,7 +97,7 @@ class RLTrainer:
         )
         self.is_exact = recipe is not None and recipe.batch_invariant
         count = min(config.prompts_per_step * config.group_size, MAX_BATCH)
-        pages = 1 + -(-(longest + config.max_new_tokens) // ModelRunner.page_size)  # the engine admits with one to spare
+        pages = 1 + -(-(longest + config.max_new_tokens) // ModelRunner.page_size)  # the engine keeps one free
         runner = ModelRunner(
             LiveWeights(self.model),
             count * pages,
