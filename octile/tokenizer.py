@@ -134,6 +134,12 @@ class Tokenizer:
         """The text of ids, exactly as it was encoded. Special tokens appear as their names."""
         return self.backend.decode(tokens, skip_special_tokens=False)
 
+    @cached_property
+    def special_tokens(self) -> frozenset[int]:
+        """The ids of special tokens, which represent no text."""
+        added = self.backend.get_added_tokens_decoder().items()
+        return frozenset(token for token, properties in added if properties.special)
+
     def fewest_tokens(self, text: str) -> int:
         """A number of tokens that a text has at least, from its length alone."""
         return -(-len(text.encode()) // self._longest) if self._longest else 0

@@ -5,7 +5,7 @@ import random
 import torch
 
 from octile.serve.engine.drafts import count_accepted
-from octile.serve.engine.request import Sampling
+from octile.serve.engine.request import Request, Sampling
 from octile.serve.engine.sampler import Row, choose
 from octile.serve.runner.batch import Batch, Chunk, DecodedTokens, Results
 
@@ -40,11 +40,12 @@ class FakeRunner:
         )
         return self.scale * torch.randn(self.vocab_size, generator=generator)
 
-    def text_of(self, prompt, sampling):
-        """The new tokens of a request that is alone, by the definition."""
-        tokens = list(prompt)
+    def text_of(self, prompt, sampling, end_tokens=()):
+        """The new tokens of a request that is alone, by the definition, which no token ends."""
+        request = Request(0, prompt, sampling, sampling.seed)
+        tokens = request.tokens
         for _ in range(sampling.max_new_tokens):
-            row = Row(sampling, sampling.seed, len(tokens))
+            row = Row(sampling, sampling.seed, len(tokens), request.history(end_tokens))
             tokens.append(choose(self.logits_after(tokens)[None], [row]).item())
         return tokens[len(prompt) :]
 

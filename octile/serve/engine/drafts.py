@@ -18,7 +18,7 @@ Drafter-Invariant Speculative Decoding (arXiv 2408.07978); multi-token predictio
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -80,10 +80,11 @@ class Drafter:
         runner: the model.
         scheduler: allocates pages for the positions of drafts.
         n_drafts: draft tokens per request.
+        end_tokens: end-of-text tokens.
     """
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, n_drafts: int):
-        self._runner, self._scheduler, self._n_drafts = runner, scheduler, n_drafts
+    def __init__(self, runner: Runner, scheduler: Scheduler, n_drafts: int, end_tokens: Collection[int]):
+        self._runner, self._scheduler, self._n_drafts, self._end_tokens = runner, scheduler, n_drafts, end_tokens
         self.lacks_draft = False
 
     def draft(self, computed: Sequence[Computed], hidden_TD: Tensor) -> None:
@@ -110,7 +111,15 @@ class Drafter:
         for n in range(1, self._n_drafts + 1):
             if not drafting:
                 return
-            draft_rows = [Row(request.sampling, request.seed, len(request.tokens) + n - 1) for request, _ in drafting]
+            draft_rows = [
+                Row(
+                    request.sampling,
+                    request.seed,
+                    len(request.tokens) + n - 1,
+                    request.history(self._end_tokens, request.drafts),
+                )
+                for request, _ in drafting
+            ]
             drafts = choose_each(results.logits, draft_rows)
             goes_on: list[tuple[Request, int, int]] = []
             for (request, row), draft in zip(drafting, drafts, strict=True):

@@ -92,7 +92,9 @@ class Engine:
         self._end_tokens = frozenset((tokenizer.end, *runner.end_tokens, *end_tokens))
         self._pages = PageAllocator(runner.n_pages)
         self._scheduler = Scheduler(self._pages, runner.page_size, self.config)
-        self._drafter = Drafter(runner, self._scheduler, self.config.n_drafts) if self.config.n_drafts else None
+        self._drafter: Drafter | None = None
+        if self.config.n_drafts:
+            self._drafter = Drafter(runner, self._scheduler, self.config.n_drafts, self._end_tokens)
         self._to_draft: tuple[list[Computed], Tensor] | None = None  # after `run`: its requests and hidden states
         self._in_flight: _InFlight | None = None  # a decode step that is launched and not collected
         self._adopted: list[tuple[Request, FirstToken]] = []  # since the last step
@@ -132,7 +134,8 @@ class Engine:
         check_id(request, self._requests)
         self._n_requests += 1
         self._requests[request.id] = request
-        self._texts[request.id] = TextStream(self._tokenizer, request.sampling.stop)
+        sampling = request.sampling
+        self._texts[request.id] = TextStream(self._tokenizer, sampling.stop, sampling.skip_special_tokens)
         self._scheduler.add(request)
 
     def adopt(self, request: Request, first: FirstToken, latents: PromptLatents) -> None:
@@ -289,7 +292,7 @@ class Engine:
             return []
         self._steps += 1
         rows: list[Row] = []
-        results = self._runner.run(Batch([_chunk(s, rows) for s in scheduled]))
+        results = self._runner.run(Batch([_chunk(s, rows, self._end_tokens) for s in scheduled]))
         tokens, logprobs, errors = choose_tokens(results.logits, rows)
         wrong = self._score_prompts(scheduled, results.hidden)
         outputs: list[Output] = []
@@ -501,11 +504,11 @@ class Engine:
             if token < 0:
                 reason, error = FinishReason.ERROR, why or _describe_logits(token, request)
                 break
-            if token in self._end_tokens and not sampling.ignore_eos:
+            if (token in self._end_tokens and not sampling.ignore_eos) or token in sampling.stop_token_ids:
                 reason = FinishReason.STOP
                 break
             tokens.append(token)
-            text += stream.add(token)
+            text += stream.add(token, may_stop=request.n_generated > sampling.min_tokens)
             if stream.is_stopped:
                 reason = FinishReason.STOP
                 break
@@ -549,15 +552,16 @@ def _describe_logits(no_token: int, request: Request) -> str:
     )
 
 
-def _chunk(scheduled: Scheduled, rows: list[Row]) -> Chunk:
+def _chunk(scheduled: Scheduled, rows: list[Row], end_tokens: Collection[int]) -> Chunk:
     """The chunk of a request; the rows of logits that it asks for are appended."""
     request, n_tokens = scheduled
     start, tokens, drafts = request.n_computed, request.tokens, request.drafts
     length = len(tokens)
     if start + n_tokens < length:
         return Chunk(tokens[start : start + n_tokens], start, request.pages, 0)
-    rows.append(Row(request.sampling, request.seed, length))
+    rows.append(Row(request.sampling, request.seed, length, request.history(end_tokens)))
     if not drafts:
         return Chunk(tokens[start:], start, request.pages, 1)
-    rows += [Row(request.sampling, request.seed, length + i) for i in range(1, 1 + len(drafts))]
+    for i in range(1, 1 + len(drafts)):
+        rows.append(Row(request.sampling, request.seed, length + i, request.history(end_tokens, drafts[:i])))
     return Chunk(tokens[start:] + drafts, start, request.pages, 1 + len(drafts))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cached_property
 from itertools import count
 from typing import NamedTuple, Protocol
 
+from octile.serve.engine.history import History, TokenCounts
 from octile.text import format_count
 from octile.validation import MAX_SEED, Seed, check
 
@@ -18,21 +19,28 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # norma
 MAX_TOP_K = 2**31 - 1
 MAX_LOGPROBS = 20  # alternatives per token
 MAX_STOPS = 32
+MAX_TOKENS_NAMED = 1024  # of logit_bias, stop_token_ids or bad_words
 
 # Fields of `Sampling` by who honors them. A field that is in none of these sets is honored by nobody: unless it has its
 # default, its requests take no part in decode steps that are launched ahead, and `choose` samples them apart.
 OF_OPERATOR = frozenset({"temperature", "seed"})  # `octile.ops.sample_tokens`, also in steps that are launched ahead
-OF_ENGINE = frozenset({"max_new_tokens", "stop", "ignore_eos"})  # the engine, once a token is chosen
+OF_ENGINE = frozenset(  # the engine, once a token is chosen
+    {"max_new_tokens", "stop", "ignore_eos", "stop_token_ids", "skip_special_tokens"}
+)
 OF_LOGITS = frozenset({"logprobs"})  # whoever has the logits, once a token is chosen; 0: also steps launched ahead
 OF_PROMPT = frozenset({"prompt_logprobs"})  # the engine, while it prefills: decode steps have nothing to do for them
-OF_SAMPLES = frozenset({"top_k", "top_p"})  # `sampler.choose`; without effect where temperature is 0
+OF_SAMPLES = frozenset({"top_k", "top_p", "min_p"})  # `sampler.choose`; without effect where temperature is 0
+OF_TEXT = frozenset(  # `penalties.penalized`, before a token is chosen
+    {"bad_words", "min_tokens", "logit_bias", "repetition_penalty", "frequency_penalty", "presence_penalty"}
+)
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is chosen, and when a text ends.
 
-    The most likely tokens are chosen among in this order: temperature, top_k, top_p.
+    Logits are changed in this order: bad_words, min_tokens, logit_bias, repetition_penalty, frequency_penalty and
+    presence_penalty, temperature. Then tokens are left out in this order: min_p, top_k, top_p.
 
     Attributes:
         max_new_tokens: maximum number of tokens to generate; an end-of-text token ends the text earlier.
@@ -46,6 +54,16 @@ class Sampling:
         prompt_logprobs: report the log-probability of each token of the prompt but the first, and of this many most
             likely tokens at its position; None reports none. The whole prompt is computed then: no prefix of it is
             taken from the cache.
+        min_p: sample only from the tokens that have this share of the most likely one's probability; 0 is all of them.
+        repetition_penalty: divides positive logits of all tokens of the prompt and the text, and multiplies negative
+            ones; 1 changes nothing.
+        frequency_penalty: is subtracted from a token's logit as often as it was generated.
+        presence_penalty: is subtracted once from the logit of a token that was generated.
+        logit_bias: (token, number that is added to its logit), each token once.
+        stop_token_ids: tokens that end the text, as an end-of-text token does, also with ignore_eos.
+        min_tokens: no end-of-text token, token of stop_token_ids or stop string ends the text before so many tokens.
+        bad_words: sequences of tokens that the generated text may not have.
+        skip_special_tokens: whether special tokens add nothing to the text; otherwise they appear as their names.
 
     Raises:
         TypeError: seed is not a whole number or None, or stop is not a tuple of strings.
@@ -61,6 +79,15 @@ class Sampling:
     logprobs: int | None = None
     ignore_eos: bool = False
     prompt_logprobs: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    skip_special_tokens: bool = False
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -81,11 +108,44 @@ class Sampling:
         for name, number in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if number is not None and not 0 <= number <= MAX_LOGPROBS:
                 raise ValueError(f"{name} must be from 0 to {MAX_LOGPROBS}, not {number}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be from 0 to 1, not {self.min_p}")
+        if not MIN_TEMPERATURE <= self.repetition_penalty <= MAX_TEMPERATURE:
+            raise ValueError(f"repetition_penalty must be above 0 and finite, not {self.repetition_penalty}")
+        for name in ("frequency_penalty", "presence_penalty"):
+            if not -2 <= (penalty := getattr(self, name)) <= 2:
+                raise ValueError(f"{name} must be from -2 to 2, not {penalty}")
+        if any(not -100 <= bias <= 100 for _, bias in self.logit_bias):
+            raise ValueError(f"logit_bias must have numbers from -100 to 100, not {self.logit_bias!r}")
+        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
+            raise ValueError(f"logit_bias must have each token once, not {self.logit_bias!r}")
+        if not 0 <= self.min_tokens <= self.max_new_tokens:
+            limit = f"max_new_tokens, {self.max_new_tokens}"
+            raise ValueError(f"min_tokens must be from 0 to {limit}, not {self.min_tokens}")
+        if not all(self.bad_words):
+            raise ValueError("bad_words must have sequences of at least one token")
+        for name, tokens in self.named_tokens.items():
+            if len(tokens) > MAX_TOKENS_NAMED:
+                raise ValueError(f"{name} must have at most {MAX_TOKENS_NAMED} tokens, not {len(tokens)}")
+
+    @property
+    def named_tokens(self) -> dict[str, list[int]]:
+        """The tokens that fields name, which the model must know."""
+        return {
+            "logit_bias": [token for token, _ in self.logit_bias],
+            "stop_token_ids": [*self.stop_token_ids],
+            "bad_words": [token for word in self.bad_words for token in word],
+        }
+
+    @cached_property
+    def changes_logits(self) -> bool:
+        """Whether logits are changed by the text before them: the sampler needs it."""
+        return not self._has_defaults_besides(frozenset(f.name for f in fields(self)) - OF_TEXT)
 
     @cached_property
     def is_of_operator(self) -> bool:
-        """Whether `octile.ops.sample_tokens` alone chooses the tokens: nothing is truncated."""
-        return self._has_defaults_besides(OF_OPERATOR | OF_ENGINE | OF_LOGITS | OF_PROMPT)
+        """Whether `octile.ops.sample_tokens` alone chooses the tokens from the changed logits: none are left out."""
+        return self._has_defaults_besides(OF_OPERATOR | OF_ENGINE | OF_LOGITS | OF_PROMPT | OF_TEXT)
 
     @cached_property
     def can_run_ahead(self) -> bool:
@@ -195,6 +255,7 @@ class Request:
         has_old_latents: whether some of its latents are those of weights before an update, so that nobody shares them.
         prompt_logprobs: log-probabilities of the tokens of its prompt from the second on, as far as they are computed,
             until its first output has them.
+        counts: how often it has each token, once its sampling has asked for that.
     """
 
     id: int
@@ -213,6 +274,7 @@ class Request:
     weights_versions: list[tuple[int, int]] = field(init=False, default_factory=list)
     has_old_latents: bool = field(init=False, default=False)
     prompt_logprobs: list[TokenLogprobs] = field(init=False, default_factory=list)
+    counts: TokenCounts | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -230,6 +292,18 @@ class Request:
     def n_remaining(self) -> int:
         """Tokens that may still be generated."""
         return self.max_length - len(self.tokens)
+
+    def history(self, end_tokens: Collection[int], drafts: Sequence[int] = ()) -> History | None:
+        """Return what is before the token after some drafts; None: its sampling does not depend on it.
+
+        end_tokens are those of the engine.
+        """
+        if not self.sampling.changes_logits:
+            return None
+        if self.counts is None:
+            self.counts = TokenCounts(self.prompt)
+        self.counts.read(self.tokens)
+        return History(self.counts, self.tokens[len(self.prompt) :], drafts, end_tokens)
 
     @property
     def needs_prompt_logprobs(self) -> bool:
@@ -260,10 +334,12 @@ class RequestFactory:
         """Make requests that continue one prompt, the begin-of-text token included; a seed is drawn if none is given.
 
         Raises:
-            ValueError: as `check_prompt`.
+            ValueError: as `check_prompt` and `check_tokens`.
         """
         most = max(sampling.max_new_tokens for sampling in samplings)
         check_prompt(prompt, most, self._vocab_size, self._max_position)
+        for sampling in samplings:
+            check_tokens(sampling, self._vocab_size)
         tokens = tuple(prompt)
         return [Request(next(self._ids), tokens, sampling, _seed_of(sampling)) for sampling in samplings]
 
@@ -308,3 +384,18 @@ def check_prompt(prompt: Sequence[int], max_new_tokens: int, vocab_size: int, co
             f"prompt has {format_count(len(prompt), 'token')} and max_new_tokens is {max_new_tokens}: "
             f"together they must not exceed the context of {context} (the model's, or less if the cache is smaller)"
         )
+
+
+def check_tokens(sampling: Sampling, vocab_size: int) -> None:
+    """Refuse a sampling that names tokens which a model does not know.
+
+    Raises:
+        ValueError: it does.
+    """
+    for name, tokens in sampling.named_tokens.items():
+        for token in (min(tokens, default=0), max(tokens, default=0)):
+            if not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"{name} has the token {token}, but the model's vocabulary has {vocab_size}, from 0 to "
+                    f"{vocab_size - 1}"
+                )

@@ -28,6 +28,8 @@ from torch import Tensor
 
 from octile.ops import cross_entropy
 from octile.ops.sample_tokens import NOT_A_NUMBER, gumbel, sample_tokens, sampling_keys
+from octile.serve.engine.history import History
+from octile.serve.engine.penalties import penalized
 from octile.serve.engine.request import Sampling, TokenLogprobs
 
 T = TypeVar("T")
@@ -38,11 +40,19 @@ CANDIDATES = 256  # most likely tokens that are looked at first
 
 
 class Row(NamedTuple):
-    """Which token a row of logits chooses: how, with which seed, and its position in the text, from 0."""
+    """Which token a row of logits chooses.
+
+    Attributes:
+        sampling: how it is chosen.
+        seed: with which seed.
+        position: its position in the text, from 0.
+        text: what is before it; needed where `sampling.changes_logits`.
+    """
 
     sampling: Sampling
     seed: int
     position: int
+    text: History | None = None
 
 
 def choose(logits_LV: Tensor, rows: Sequence[Row]) -> Tensor:
@@ -55,6 +65,7 @@ def choose(logits_LV: Tensor, rows: Sequence[Row]) -> Tensor:
     Returns:
         int64 [L] on the same device; negative where the logits choose no token, as `sample_tokens` says.
     """
+    logits_LV = penalized(logits_LV, [(row.sampling, row.text) for row in rows])
     seeds_L = _on_device([row.seed for row in rows], torch.int64, logits_LV)
     positions_L = _on_device([row.position for row in rows], torch.int64, logits_LV)
     temperature_L = _on_device([row.sampling.temperature for row in rows], torch.float32, logits_LV)
@@ -102,13 +113,16 @@ def token_logprobs(logits_LV: Tensor, tokens: Sequence[int], counts: Sequence[in
 def _truncated(
     logits_LV: Tensor, rows: Sequence[Row], seeds_L: Tensor, positions_L: Tensor, temperature_L: Tensor
 ) -> Tensor:
-    """Sample a token per row from its top_k and top_p most likely ones: int64 [L]. Rows with NaN or +Inf give any."""
+    """Sample a token per row of those that min_p, top_k and top_p leave: int64 [L]. Rows with NaN or +Inf give any."""
     vocab_size = logits_LV.shape[1]
     z_LV = (logits_LV - logits_LV.amax(-1, keepdim=True)) / temperature_L[:, None]
     keys_L2 = sampling_keys(seeds_L, positions_L)
     top_k = [[min(row.sampling.top_k or vocab_size, vocab_size)] for row in rows]
     top_k_L1 = _on_device(top_k, torch.int64, logits_LV)
     top_p_L1 = _on_device([[row.sampling.top_p] for row in rows], torch.float64, logits_LV)
+    min_p = [row.sampling.min_p for row in rows]
+    if any(min_p):
+        z_LV = z_LV.masked_fill(z_LV.exp() < _on_device(min_p, torch.float32, logits_LV)[:, None], float("-inf"))
     return _sample_truncated(z_LV, keys_L2, top_k_L1, top_p_L1, min(CANDIDATES, vocab_size))
 
 

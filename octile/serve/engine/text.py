@@ -20,13 +20,15 @@ class TextStream:
     Args:
         tokenizer: decodes the tokens.
         stop: strings that end the text before them.
+        skip_special_tokens: whether special tokens add nothing; otherwise they appear as their names.
 
     Attributes:
         is_stopped: whether a stop string was found. Further tokens add nothing.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), skip_special_tokens: bool = False):
         self._tokenizer, self._stop = tokenizer, stop
+        self._skipped = tokenizer.special_tokens if skip_special_tokens else frozenset[int]()
         self._bytes = tokenizer.token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._tokens: list[int] = []  # where the tokenizer has to decode them all
@@ -34,14 +36,17 @@ class TextStream:
         self._withheld = ""  # may be the beginning of a stop string
         self.is_stopped = False
 
-    def add(self, token: int) -> str:
-        """Append a token, and return the text that it completes."""
+    def add(self, token: int, may_stop: bool = True) -> str:
+        """Append a token, and return the text that it completes; may_stop: whether a stop string may end the text."""
+        if token in self._skipped:
+            return ""
         if self._bytes is not None:
             # a model's vocabulary may be larger than the tokenizer's: such tokens have no text
-            return self._release(self._decoder.decode(self._bytes[token])) if token < len(self._bytes) else ""
+            new = self._decoder.decode(self._bytes[token]) if token < len(self._bytes) else ""
+            return self._release(new, may_stop)
         self._tokens.append(token)
         text = self._tokenizer.decode(self._tokens)
-        return "" if text.endswith(INCOMPLETE) else self._release(self._beyond(text))
+        return "" if text.endswith(INCOMPLETE) else self._release(self._beyond(text), may_stop)
 
     def end(self) -> str:
         """Return the rest of the text. Bytes that are no character become the replacement character."""
@@ -49,7 +54,7 @@ class TextStream:
             rest = self._decoder.decode(b"", final=True)
         else:
             rest = self._beyond(self._tokenizer.decode(self._tokens))
-        text = self._release(rest) + self._withheld
+        text = self._release(rest, may_stop=True) + self._withheld
         self._withheld = ""
         return text
 
@@ -58,7 +63,7 @@ class TextStream:
         self._n_decoded = len(text)
         return new
 
-    def _release(self, new: str) -> str:
+    def _release(self, new: str, may_stop: bool) -> str:
         """Return the text up to a stop string, or up to what may become one."""
         if self.is_stopped:
             return ""
@@ -66,7 +71,7 @@ class TextStream:
             return new
         text = self._withheld + new
         found = [i for i in (text.find(stop) for stop in self._stop) if i >= 0]
-        if found:
+        if found and may_stop:
             self.is_stopped, self._withheld = True, ""
             return text[: min(found)]
         n = max(_overlap(text, stop) for stop in self._stop)

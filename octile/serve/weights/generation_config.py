@@ -25,7 +25,7 @@ NO_EFFECT = {  # on the text
     "output_attentions", "output_hidden_states",
 }  # fmt: skip
 NEUTRAL_AT_1 = {  # other fields are without effect where they are null, false, 0 or empty
-    "repetition_penalty", "encoder_repetition_penalty", "typical_p", "num_beams", "num_beam_groups", "length_penalty",
+    "encoder_repetition_penalty", "typical_p", "num_beams", "num_beam_groups", "length_penalty",
     "num_return_sequences", "guidance_scale",
 }  # fmt: skip
 
@@ -37,7 +37,7 @@ class GenerationConfig:
     Attributes:
         eos_token_id: tokens that end a text.
         do_sample: false: texts are greedy, whatever the temperature; true without a temperature: it is 1.
-        temperature, top_p: fields of `Sampling`.
+        temperature, top_p, min_p, repetition_penalty: fields of `Sampling`.
         top_k: field of `Sampling`; −1 is all tokens, too.
 
     Raises:
@@ -49,6 +49,8 @@ class GenerationConfig:
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, Range(at_least=-1)] | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -67,6 +69,7 @@ class GenerationConfig:
             temperature = (1.0 if temperature is None else temperature) if self.do_sample else 0.0
         top_k = None if self.top_k is None else max(self.top_k, 0)
         found = {"temperature": temperature, "top_p": self.top_p, "top_k": top_k}
+        found |= {"min_p": self.min_p, "repetition_penalty": self.repetition_penalty}
         return {name: value for name, value in found.items() if value is not None}
 
 

@@ -1,6 +1,8 @@
 """Tests of the engine over a fake model: each request gets the text that it gets alone."""
 
 import random
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from octile.serve.engine import drafts, sampler
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import FinishReason, RequestFactory, Sampling
-from tests.serve.engine.test_request import WithMinP
+from tests.serve.engine.test_request import WithTypicalP
 from tests.serve.fake_runner import FakeRunner
 
 
@@ -284,7 +286,7 @@ def test_a_request_that_can_join_is_not_kept_waiting_by_steps_ahead(engine_of):
 
 def test_a_sampling_field_that_no_decode_step_honors_keeps_its_request_from_running_ahead(engine_of):
     engine = engine_of(FakeRunner(max_ahead=4))
-    engine.add([1, 2], WithMinP(9, temperature=1.0, ignore_eos=True, min_p=0.1))
+    engine.add([1, 2], WithTypicalP(9, temperature=1.0, ignore_eos=True, typical_p=0.9))
     run(engine)
     assert engine.stats().steps_ahead == 0
 
@@ -500,3 +502,86 @@ def test_drafts_of_a_model_without_the_layer_are_refused(engine_of):
     runner.can_draft = False
     with pytest.raises(ValueError, match=r"^engine.n_drafts must be 0, not 1: .*--model.num-nextn-predict-layers 1"):
         engine_of(runner, n_drafts=1)
+
+
+PENALTIES = Sampling(
+    30,
+    temperature=1.0,
+    ignore_eos=True,
+    repetition_penalty=1.3,
+    frequency_penalty=0.3,
+    presence_penalty=0.2,
+    logit_bias=((9, 3.0), (11, 2.5)),
+    bad_words=((9, 9), (11, 9)),
+    min_p=0.01,
+)
+
+
+@pytest.mark.parametrize("n_drafts", [0, 1, 3])
+def test_penalties_give_the_same_text_in_a_batch_with_drafts_and_preemption(engine_of, n_drafts):
+    runner = FakeRunner(n_pages=20, scale=2.0, max_ahead=4, n_drafts=n_drafts)
+    engine = engine_of(runner, n_drafts=n_drafts)
+    samplings = [replace(PENALTIES, seed=seed) if seed % 3 else Sampling(30, 1.0, seed=seed) for seed in range(9)]
+    samplings = [replace(sampling, ignore_eos=True) for sampling in samplings]
+    expected = [runner.text_of([3, 1, seed], sampling) for seed, sampling in enumerate(samplings)]
+    for seed, sampling in enumerate(samplings):
+        engine.add([3, 1, seed], sampling)
+    assert [list(tokens) for tokens, _, _ in run(engine).values()] == expected
+    assert engine.stats().preemptions > 0
+
+
+def test_bad_words_do_not_appear(engine_of):
+    engine = engine_of(FakeRunner(scale=0.1))
+    likely = {"logit_bias": ((9, 20.0), (11, 20.0)), "bad_words": ((9, 9), (11, 11))}
+    engine.add([1], Sampling(100, 1.0, ignore_eos=True, **likely))
+    ((tokens, _, _),) = run(engine).values()
+    assert {(9, 11), (11, 9)} <= set(pairwise(tokens))
+    assert not {(9, 9), (11, 11)} & set(pairwise(tokens))
+
+
+@pytest.mark.parametrize("max_ahead", [0, 4])
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_stop_token_ends_the_text_before_it(engine_of, ignore_eos, max_ahead):
+    runner = FakeRunner(scale=4.0, max_ahead=max_ahead)
+    whole = runner.text_of([1, 2], Sampling(20))
+    engine = engine_of(runner)
+    engine.add([1, 2], Sampling(20, stop_token_ids=(whole[7], 300), ignore_eos=ignore_eos))
+    ((tokens, _, last),) = run(engine).values()
+    assert (list(tokens), last.finish_reason) == (whole[: whole.index(whole[7])], FinishReason.STOP)
+    assert runner.decode_steps > 0 or not max_ahead
+
+
+@pytest.mark.parametrize("n_drafts", [0, 2])
+def test_no_token_that_ends_a_text_is_chosen_before_min_tokens(engine_of, tokenizer, n_drafts):
+    sampling = Sampling(40, 1.0, logit_bias=((tokenizer.end, 20.0), (7, 18.0)), stop_token_ids=(7,), min_tokens=12)
+    engine = engine_of(FakeRunner(n_drafts=n_drafts), n_drafts=n_drafts)
+    engine.add([1, 2], sampling)
+    ((tokens, _, last),) = run(engine).values()
+    assert (len(tokens), last.finish_reason) == (12, FinishReason.STOP)
+    assert not {tokenizer.end, 7} & set(tokens)
+
+
+def test_no_stop_string_ends_a_text_before_min_tokens(engine_of, tokenizer):
+    (letter,) = tokenizer.encode("x")
+    engine = engine_of()
+    engine.add([1, 2], Sampling(40, logit_bias=((letter, 100.0),), stop=("xx",), min_tokens=9))
+    ((tokens, text, last),) = run(engine).values()
+    assert (len(tokens), text, last.finish_reason) == (10, "x" * 8, FinishReason.STOP)
+
+
+def test_special_tokens_are_shown_by_name_or_skipped(engine_of, tokenizer):
+    texts = []
+    for skips in (False, True):
+        engine = engine_of()
+        how = {"logit_bias": ((tokenizer.end, 100.0),), "ignore_eos": True, "skip_special_tokens": skips}
+        engine.add([1, 2], Sampling(2, **how))
+        texts += [text for _, text, _ in run(engine).values()]
+    assert texts == ["<|end|><|end|>", ""]
+
+
+@pytest.mark.parametrize("field", ["logit_bias", "stop_token_ids", "bad_words"])
+def test_a_token_that_the_model_does_not_know_is_refused(engine_of, field):
+    value = {"logit_bias": ((320, 1.0),), "stop_token_ids": (1, 320), "bad_words": ((1, 320),)}[field]
+    message = f"{field} has the token 320, but the model's vocabulary has 320, from 0 to 319"
+    with pytest.raises(ValueError, match=message):
+        engine_of().add([1], Sampling(**{field: value}))

@@ -11,6 +11,7 @@ from octile.serve.engine.request import (
     OF_OPERATOR,
     OF_PROMPT,
     OF_SAMPLES,
+    OF_TEXT,
     RequestFactory,
     Sampling,
 )
@@ -25,18 +26,27 @@ OTHERS = {  # a value of each field that is not its default
     "logprobs": 1,
     "ignore_eos": True,
     "prompt_logprobs": 1,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "frequency_penalty": 0.5,
+    "presence_penalty": -0.5,
+    "logit_bias": ((3, 1.0),),
+    "stop_token_ids": (5,),
+    "min_tokens": 2,
+    "bad_words": ((1, 2),),
+    "skip_special_tokens": True,
 }
 
 
 @dataclass(frozen=True)
-class WithMinP(Sampling):
+class WithTypicalP(Sampling):
     """A sampling with a field that is in no set."""
 
-    min_p: float = 0.0
+    typical_p: float = 1.0
 
 
 def test_every_field_is_honored_by_one_part():
-    honored = [*OF_OPERATOR, *OF_ENGINE, *OF_LOGITS, *OF_PROMPT, *OF_SAMPLES]
+    honored = [*OF_OPERATOR, *OF_ENGINE, *OF_LOGITS, *OF_PROMPT, *OF_SAMPLES, *OF_TEXT]
     assert sorted(honored) == sorted(f.name for f in fields(Sampling)) == sorted(OTHERS)
 
 
@@ -44,7 +54,8 @@ def test_every_field_is_honored_by_one_part():
 def test_only_fields_of_operator_and_engine_and_of_prompts_run_ahead(name):
     sampling = Sampling(**{"temperature": 1.0, name: OTHERS[name]})
     assert sampling.can_run_ahead == (name in OF_OPERATOR | OF_ENGINE | OF_PROMPT)
-    assert sampling.is_of_operator == (name in OF_OPERATOR | OF_ENGINE | OF_LOGITS | OF_PROMPT)
+    assert sampling.is_of_operator == (name in OF_OPERATOR | OF_ENGINE | OF_LOGITS | OF_PROMPT | OF_TEXT)
+    assert sampling.changes_logits == (name in OF_TEXT)
 
 
 def test_log_probabilities_of_chosen_tokens_run_ahead_and_those_of_others_do_not():
@@ -59,7 +70,7 @@ def test_truncation_has_no_effect_on_greedy_texts(name):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_field_that_nobody_honors_does_not_run_ahead(temperature):
-    unset, given = WithMinP(temperature=temperature), WithMinP(temperature=temperature, min_p=0.1)
+    unset, given = WithTypicalP(temperature=temperature), WithTypicalP(temperature=temperature, typical_p=0.9)
     assert (unset.can_run_ahead, unset.is_of_operator) == (True, True)
     assert (given.can_run_ahead, given.is_of_operator) == (False, False)
 
@@ -82,6 +93,16 @@ def test_a_field_that_nobody_honors_does_not_run_ahead(temperature):
         ({"stop": ("",)}, "none of them empty"),
         ({"stop": ("a",) * 33}, "stop must have at most 32 strings"),
         ({"logprobs": 21}, "logprobs must be from 0 to 20, not 21"),
+        ({"min_p": 1.5}, "min_p must be from 0 to 1, not 1.5"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0 and finite, not 0.0"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty must be above 0 and finite, not inf"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty must be from -2 to 2, not 2.1"),
+        ({"presence_penalty": float("nan")}, "presence_penalty must be from -2 to 2, not nan"),
+        ({"logit_bias": ((1, 101.0),)}, "logit_bias must have numbers from -100 to 100"),
+        ({"logit_bias": ((1, 1.0), (1, 2.0))}, "logit_bias must have each token once"),
+        ({"min_tokens": 9, "max_new_tokens": 8}, "min_tokens must be from 0 to max_new_tokens, 8, not 9"),
+        ({"bad_words": ((1,), ())}, "bad_words must have sequences of at least one token"),
+        ({"stop_token_ids": tuple(range(1025))}, "stop_token_ids must have at most 1024 tokens, not 1025"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings, message):

@@ -73,3 +73,16 @@ def test_what_only_began_like_a_stop_string_is_shown(of_kind):
 def test_a_text_that_ends_like_a_stop_string_is_shown(of_kind):
     tokens = [token for c in "a<en" for token in of_kind.encode(c)]
     assert pieces(of_kind, tokens, ["<end>"])[-1] == "<en"
+
+
+def test_special_tokens_add_nothing_where_they_are_skipped(of_kind):
+    tokens = [*of_kind.encode("a"), of_kind.end, *of_kind.encode("b"), of_kind.begin]
+    shown = TextStream(of_kind, (), skip_special_tokens=True)
+    assert [shown.add(token) for token in tokens] + [shown.end()] == ["a", "", "b", "", ""]
+    assert "".join(pieces(of_kind, tokens)) == "a<|end|>b<|begin|>"
+
+
+def test_a_stop_string_that_may_not_end_the_text_yet_is_shown(of_kind):
+    stream = TextStream(of_kind, ("ab",))
+    text = [stream.add(token, may_stop=i > 3) for i, token in enumerate(t for c in "abxabx" for t in of_kind.encode(c))]
+    assert ("".join(text), stream.is_stopped) == ("abx", True)

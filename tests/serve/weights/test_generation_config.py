@@ -114,6 +114,7 @@ def test_an_engine_that_a_script_makes_ends_with_the_tokens_of_the_models_config
         ({"do_sample": True, "top_k": 20}, {"temperature": 1.0, "top_k": 20}),
         ({"do_sample": False, "temperature": None, "top_k": -1}, {"temperature": 0.0, "top_k": 0}),
         ({"temperature": 0}, {"temperature": 0}),
+        ({"min_p": 0.05, "repetition_penalty": 1.1}, {"min_p": 0.05, "repetition_penalty": 1.1}),
     ],
 )
 def test_sampling_values_are_defaults(folder, values, expected):
@@ -126,10 +127,10 @@ def test_sampling_values_are_defaults(folder, values, expected):
 def test_fields_that_change_texts_and_are_not_used_are_named(folder):
     opened = write(
         folder, _from_model_config=True, bos_token_id=0, num_beams=1, repetition_penalty=1.0,
-        min_p=0.05, guidance_scale=None, no_repeat_ngram_size=0, stop_strings=["end"], do_sample=False,
+        typical_p=0.9, guidance_scale=None, no_repeat_ngram_size=0, stop_strings=["end"], do_sample=False,
         temperature=0.6, transformers_version="5.0",
     )  # fmt: skip
-    with pytest.warns(RuntimeWarning, match=r"not used: min_p 0.05, stop_strings \['end'\], temperature 0.6$"):
+    with pytest.warns(RuntimeWarning, match=r"not used: typical_p 0.9, stop_strings \['end'\], temperature 0.6$"):
         opened.warn_of_unused()
 
 
@@ -145,6 +146,8 @@ def test_fields_that_change_texts_and_are_not_used_are_named(folder):
         ({"top_p": 1.5}, "top_p must be above 0 and at most 1, not 1.5"),
         ({"top_k": -2}, "top_k must be at least -1, not -2"),
         ({"top_k": True}, "top_k must be a whole number or null, not True"),
+        ({"min_p": 2}, "min_p must be from 0 to 1, not 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be above 0 and finite, not 0"),
         ({"do_sample": 1}, "do_sample must be true or false or null, not 1"),
     ],
 )
