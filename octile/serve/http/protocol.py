@@ -1,7 +1,8 @@
 """The bodies of requests, as OpenAI defines them.
 
 A field that would change the result and is not supported is refused, and so is an unknown field: nothing is dropped
-silently. `top_k`, `ignore_eos`, `prompt_logprobs` and `return_token_ids` are not OpenAI's; they have vLLM's names.
+silently. `octile.serve.http.neutral` has the fields of other servers that are accepted with values that change nothing.
+Fields that are not OpenAI's have vLLM's names.
 
 Source: OpenAI's API reference, completions and chat completions.
 """
@@ -10,13 +11,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from octile.serve.engine.config import InFlight
 from octile.serve.engine.request import MAX_LOGPROBS, MAX_TOP_K, Sampling
+from octile.serve.http import neutral
+from octile.serve.http.neutral import Values, is_neutral
 from octile.serve.http.responses import ApiError
 from octile.serve.weights.source import BufferSource, FolderSource, WeightsSource
 from octile.validation import MAX_SEED, quoted
@@ -28,6 +31,7 @@ MAX_STOPS = 16  # fewer than Sampling's, which also has those of the chat templa
 NEEDED = {  # what pydantic would describe one member of the union after the other
     "prompt": "a text, a list of texts, a list of tokens (whole numbers from 0), or a list of lists of tokens, "
     f"of at most {MAX_PROMPTS} prompts",
+    "bad_words": "a list of texts, none of them empty",
     "stop": f"a text, or a list of at most {MAX_STOPS} texts, none of them empty",
     "content": f"a text, or a list of parts of type text, at most {MAX_PARTS}",
 }
@@ -63,11 +67,15 @@ class Body(BaseModel):
     """A JSON object whose fields have exactly their types, and which has no other fields."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
+    neutral: ClassVar[Mapping[str, Values]] = {}  # other fields, with their values that change nothing
 
     @model_validator(mode="after")
     def _has_no_other_fields(self) -> Self:
-        if self.model_extra:  # extra="forbid" would describe each of them
-            raise PydanticCustomError("unknown_field", "{name}", {"name": next(iter(self.model_extra))})
+        for name, value in (self.model_extra or {}).items():  # extra="forbid" would describe each of them
+            if name not in self.neutral:
+                raise PydanticCustomError("unknown_field", "{name}", {"name": name})
+            if not is_neutral(value, self.neutral[name]):
+                raise UnsupportedError(name, value, _one_of(self.neutral[name]))
         return self
 
 
@@ -92,6 +100,15 @@ class Generation(Body):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = False
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, Any] | None = None  # numbers by token
+    stop_token_ids: Tokens | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    bad_words: Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True)] | None = None
+    skip_special_tokens: bool | None = True
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool | None = False
 
@@ -103,16 +120,13 @@ class Generation(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    # accepted with the value that changes nothing
-    frequency_penalty: float | None = 0.0
-    presence_penalty: float | None = 0.0
-    logit_bias: dict[str, Any] | None = None
-
     @model_validator(mode="after")
     def _is_supported(self) -> Self:
-        refuse(self, "frequency_penalty", self.frequency_penalty, "0")
-        refuse(self, "presence_penalty", self.presence_penalty, "0")
-        refuse(self, "logit_bias", self.logit_bias, "empty")
+        for token, bias in (self.logit_bias or {}).items():
+            if not (token.isdecimal() and token.isascii() and len(token) < 10):
+                raise ValueError(f"logit_bias must have tokens, whole numbers from 0, as names, not {quoted(token)}")
+            if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+                raise ValueError(f"logit_bias must have numbers from -100 to 100, not {_given(bias)}")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only for stream true")
         if self.prompt_logprobs is not None and self.stream:
@@ -125,6 +139,7 @@ class Generation(Body):
         logprobs: int | None,
         choice: int,
         defaults: Mapping[str, Any],
+        bad_words: tuple[tuple[int, ...], ...],
         stop: tuple[str, ...] = (),
     ) -> Sampling:
         """The sampling of one choice. With a seed, each choice has its own, the following one.
@@ -133,14 +148,19 @@ class Generation(Body):
             max_new_tokens: limit of this choice's tokens.
             logprobs: as in `Sampling`.
             choice: the number of the choice, from 0.
-            defaults: temperature, top_p and top_k of the model, which count if the request gives none.
+            defaults: fields of `Sampling` of the model, which count if the request gives none.
+            bad_words: tokens of the words that may not appear.
             stop: strings that end the text besides the request's own.
 
         Raises:
             ApiError: 400, the engine samples with no such value.
         """
+        if (self.min_tokens or 0) > max_new_tokens:
+            message = f"min_tokens must be at most the tokens of the answer, {max_new_tokens}, not {self.min_tokens}"
+            raise ApiError(400, message, "min_tokens")
         top_k = None if self.top_k is None else max(self.top_k, 0)
-        given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": top_k}
+        given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": top_k, "min_p": self.min_p}
+        given |= {name: getattr(self, name) for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")}
         how = {"temperature": 1.0, **defaults, **{name: value for name, value in given.items() if value is not None}}
         own = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         try:
@@ -152,6 +172,11 @@ class Generation(Body):
                 logprobs=logprobs,
                 ignore_eos=bool(self.ignore_eos),
                 prompt_logprobs=self.prompt_logprobs,
+                logit_bias=tuple((int(token), float(bias)) for token, bias in (self.logit_bias or {}).items()),
+                stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids or ())),
+                min_tokens=self.min_tokens or 0,
+                bad_words=bad_words,
+                skip_special_tokens=self.skip_special_tokens is not False,
             )
         except ValueError as error:
             raise ApiError(400, str(error), str(error).split()[0]) from None
@@ -159,6 +184,8 @@ class Generation(Body):
 
 class CompletionBody(Generation):
     """The body of POST /v1/completions."""
+
+    neutral = neutral.COMPLETIONS
 
     prompt: (
         str
@@ -242,6 +269,8 @@ class TextFormat(Body):
 
 class ChatBody(Generation):
     """The body of POST /v1/chat/completions. Tools and formats of the answer are not supported."""
+
+    neutral = neutral.CHAT
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -341,6 +370,11 @@ class UnsupportedError(ValueError):
 
     def __init__(self, field: str, value: object, needed: str):
         super().__init__(f"{field} must be {needed}, not {_given(value)}")
+
+
+def _one_of(values: Values) -> str:
+    """Describe the values that change nothing, for a message."""
+    return " or ".join([*(json.dumps(value) for value in values), "null"])
 
 
 def refuse(body: Body, field: str, value: object, needed: str) -> None:

@@ -12,6 +12,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 
+from octile.serve.engine.bad_words import token_sequences
 from octile.serve.engine.request import FinishReason, Output, Request, RequestFactory, Sampling
 from octile.serve.http.chat import ChatTemplate
 from octile.serve.http.config import BODY_SECONDS, FIRST_STEP_SECONDS, HUNG_SECONDS, Limits
@@ -206,10 +207,11 @@ class Service:
             if isinstance(text, str):
                 self._check_length(text, "prompt")
         prompts = [begin + self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in body.prompts]
+        given = self._defaults, token_sequences(self.tokenizer, body.bad_words or ())
         requests = list[Request]()
         for prompt in prompts:
             new_tokens = self._new_tokens(prompt, body.max_tokens or 16, "max_tokens")
-            choices = [body.sampling(new_tokens, body.logprobs, i, self._defaults) for i in range(body.n or 1)]
+            choices = [body.sampling(new_tokens, body.logprobs, i, *given) for i in range(body.n or 1)]
             requests += self._requests(prompt, choices)
         return Job(Completion(self.model, self.tokenizer, prompts, body.n or 1, *_shown(body)), requests)
 
@@ -222,7 +224,7 @@ class Service:
         name = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
         new_tokens = self._new_tokens(prompt, body.max_completion_tokens or body.max_tokens, name)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        given = self._defaults, self.chat.stop
+        given = self._defaults, token_sequences(self.tokenizer, body.bad_words or ()), self.chat.stop
         choices = [body.sampling(new_tokens, logprobs, i, *given) for i in range(body.n or 1)]
         requests = self._requests(prompt, choices)
         return Job(ChatCompletion(self.model, self.tokenizer, [prompt], body.n or 1, *_shown(body)), requests)

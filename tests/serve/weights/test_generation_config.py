@@ -121,7 +121,8 @@ def test_sampling_values_are_defaults(folder, values, expected):
     opened = write(folder, **values)
     assert opened.generation.sampling == expected
     assert opened.sampling(max_new_tokens=5) == Sampling(5, **expected)
-    assert opened.sampling(top_p=0.5, top_k=3, temperature=2.0) == Sampling(top_p=0.5, top_k=3, temperature=2.0)
+    given = {"top_p": 0.5, "top_k": 3, "temperature": 2.0}
+    assert opened.sampling(**given) == Sampling(**{**expected, **given})
 
 
 def test_fields_that_change_texts_and_are_not_used_are_named(folder):
