@@ -45,7 +45,7 @@ class FakeRunner:
         request = Request(0, prompt, sampling, sampling.seed)
         tokens = request.tokens
         for _ in range(sampling.max_new_tokens):
-            row = Row(sampling, sampling.seed, len(tokens), request.history(end_tokens))
+            row = Row(sampling, sampling.seed, len(tokens), request.histories(end_tokens)[0])
             tokens.append(choose(self.logits_after(tokens)[None], [row]).item())
         return tokens[len(prompt) :]
 

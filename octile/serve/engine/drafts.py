@@ -116,7 +116,7 @@ class Drafter:
                     request.sampling,
                     request.seed,
                     len(request.tokens) + n - 1,
-                    request.history(self._end_tokens, request.drafts),
+                    request.histories(self._end_tokens, request.drafts)[-1],
                 )
                 for request, _ in drafting
             ]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import NamedTuple, get_args
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from octile.ops.sample_tokens import ALL_MASKED, NOT_A_NUMBER, POSITIVE_INFINITY
 from octile.serve.engine.config import EngineConfig, InFlight
 from octile.serve.engine.drafts import Computed, Drafter, check_can_draft, count_accepted, usable_drafts
+from octile.serve.engine.grammar import GrammarCompiler, GrammarError, Matcher
 from octile.serve.engine.pages import PageAllocator
 from octile.serve.engine.request import (
     FinishReason,
@@ -42,6 +44,7 @@ from octile.serve.runner.batch import Batch, Chunk, DecodedTokens, DecodeRequest
 from octile.tokenizer import Tokenizer
 
 NOT_FINITE = "the model's logits are not finite"  # how the errors of such requests begin
+COMPILE_SECONDS = 0.01  # for which a step waits if all requests wait for their grammar
 SCORED_ROWS = 256  # of prompts, whose logits are in memory at once
 NO_TOKEN_WORDS = {NOT_A_NUMBER: "NaN", POSITIVE_INFINITY: "+Inf", ALL_MASKED: "-Inf for all tokens"}
 
@@ -72,6 +75,8 @@ class Engine:
 
     Attributes:
         weights_version: how often `update_weights` has updated the weights.
+        compiles_in_background: whether other requests run while the grammar of a request is compiled. Engines that must
+            schedule the same requests in each step compile at once.
 
     Raises:
         ValueError: config asks for drafts, and the model has no multi-token prediction layer.
@@ -98,6 +103,10 @@ class Engine:
         self._to_draft: tuple[list[Computed], Tensor] | None = None  # after `run`: its requests and hidden states
         self._in_flight: _InFlight | None = None  # a decode step that is launched and not collected
         self._adopted: list[tuple[Request, FirstToken]] = []  # since the last step
+        self._vocab_size = runner.vocab_size
+        self._grammars: GrammarCompiler | None = None
+        self._compiling: dict[int, Future[Matcher]] = {}  # of requests that wait for their grammar
+        self.compiles_in_background = True
         self._requests: dict[int, Request] = {}
         self._texts: dict[int, TextStream] = {}
         self._factory = RequestFactory(runner.vocab_size, runner.max_position)
@@ -136,7 +145,14 @@ class Engine:
         self._requests[request.id] = request
         sampling = request.sampling
         self._texts[request.id] = TextStream(self._tokenizer, sampling.stop, sampling.skip_special_tokens)
-        self._scheduler.add(request)
+        if not sampling.grammar:
+            self._scheduler.add(request)
+            return
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(self._tokenizer, self._vocab_size, self._end_tokens)
+        self._compiling[request.id] = self._grammars.start(sampling.grammar)
+        if not self.compiles_in_background:
+            wait([self._compiling[request.id]])
 
     def adopt(self, request: Request, first: FirstToken, latents: PromptLatents) -> None:
         """Add a request whose prompt another engine of the same model has prefilled.
@@ -152,6 +168,8 @@ class Engine:
             ValueError: a request that waits or runs has its id.
         """
         self.submit(request)
+        if request.id in self._compiling:  # the grammar begins with the first token
+            wait([self._compiling[request.id]])
         request.latents, request.prompt_logprobs = latents, [*first.prompt_logprobs]
         self._adopted.append((request, first))
 
@@ -171,7 +189,26 @@ class Engine:
 
         If all requests decode, and the runner can, the next pass is launched before this one's tokens are collected.
         """
-        return self._first_outputs() + self._next_outputs() if self._adopted else self._next_outputs()
+        failed = self._take_compiled() if self._compiling else []
+        return failed + self._first_outputs() + self._next_outputs()
+
+    def _take_compiled(self) -> list[Output]:
+        """Let requests join whose grammar is compiled; what ends those whose grammar cannot be.
+
+        If nothing else is to be done, wait a little for them.
+        """
+        if len(self._compiling) == len(self._requests):
+            wait(self._compiling.values(), COMPILE_SECONDS, FIRST_COMPLETED)
+        outputs = []
+        for request_id in [i for i, compiled in self._compiling.items() if compiled.done()]:
+            request, compiled = self._requests[request_id], self._compiling.pop(request_id)
+            self._scheduler.add(request)
+            try:
+                request.matcher = compiled.result()
+            except (GrammarError, ImportError) as error:
+                self._remove(request, FinishReason.ERROR)
+                outputs.append(Output(request_id, finish_reason=FinishReason.ERROR, error=f"grammar: {error}"))
+        return outputs
 
     def update_weights(self, in_flight: InFlight = "finish") -> list[Output]:
         """Go on with new weights, and return what that adds to requests.
@@ -282,8 +319,9 @@ class Engine:
 
     def schedule(self) -> tuple[list[Output], list[Scheduled]]:
         """Collect the decode step in flight, and choose the chunks of the next forward pass, which `run` runs."""
+        outputs = self._take_compiled() if self._compiling else []
         before, self._in_flight = self._in_flight, None
-        outputs = [] if before is None else self._collect(before)
+        outputs += [] if before is None else self._collect(before)
         return outputs, self._scheduler.schedule()
 
     def run(self, scheduled: Sequence[Scheduled]) -> list[Output]:
@@ -485,6 +523,8 @@ class Engine:
         self._in_flight = None
         for request_id in list(self._requests):
             self.cancel(request_id)
+        if self._grammars is not None:
+            self._grammars.close()
 
     def _extend(
         self, request: Request, n_tokens: int, chosen: list[int], n_drafts: int, why: str | None = None
@@ -507,9 +547,15 @@ class Engine:
             if (token in self._end_tokens and not sampling.ignore_eos) or token in sampling.stop_token_ids:
                 reason = FinishReason.STOP
                 break
+            if request.matcher is not None:
+                try:
+                    request.matcher.consume(token)
+                except GrammarError as grammar_error:
+                    reason, error = FinishReason.ERROR, f"grammar: {grammar_error}"
+                    break
             tokens.append(token)
             text += stream.add(token, may_stop=request.n_generated > sampling.min_tokens)
-            if stream.is_stopped:
+            if stream.is_stopped or (request.matcher is not None and request.matcher.has_ended):
                 reason = FinishReason.STOP
                 break
             if len(tokens) == request.max_length:
@@ -535,7 +581,8 @@ class Engine:
             request.latents.release()
             request.latents = None
         self._ended[reason] += 1
-        self._scheduler.remove(request)
+        if self._compiling.pop(request.id, None) is None:
+            self._scheduler.remove(request)
         del self._requests[request.id], self._texts[request.id]
 
 
@@ -546,6 +593,11 @@ def _beyond(n_drafts: int) -> int:
 
 def _describe_logits(no_token: int, request: Request) -> str:
     """Say why the logits after a request's tokens choose none."""
+    if no_token == ALL_MASKED and request.sampling.changes_logits:
+        return (
+            "no token may come next: the grammar, bad_words or min_tokens forbid all, for the token at position "
+            f"{len(request.tokens)} of the text ({request.n_generated} generated before)"
+        )
     return (
         f"{NOT_FINITE}: {NO_TOKEN_WORDS[no_token]}, for the token at position {len(request.tokens)} of the text "
         f"({request.n_generated} generated before): a weight is damaged, or its training diverged"
@@ -559,9 +611,8 @@ def _chunk(scheduled: Scheduled, rows: list[Row], end_tokens: Collection[int]) -
     length = len(tokens)
     if start + n_tokens < length:
         return Chunk(tokens[start : start + n_tokens], start, request.pages, 0)
-    rows.append(Row(request.sampling, request.seed, length, request.history(end_tokens)))
+    for i, text in enumerate(request.histories(end_tokens, drafts)):
+        rows.append(Row(request.sampling, request.seed, length + i, text))
     if not drafts:
         return Chunk(tokens[start:], start, request.pages, 1)
-    for i in range(1, 1 + len(drafts)):
-        rows.append(Row(request.sampling, request.seed, length + i, request.history(end_tokens, drafts[:i])))
     return Chunk(tokens[start:] + drafts, start, request.pages, 1 + len(drafts))

@@ -42,12 +42,14 @@ class History(NamedTuple):
         generated: the generated tokens, in their order.
         drafts: draft tokens that follow them.
         end_tokens: end-of-text tokens, which `min_tokens` of a sampling holds back.
+        mask: which tokens the text's grammar allows, int32 [V / 32], a bit for each; None: all.
     """
 
     counts: TokenCounts
     generated: Sequence[int]
     drafts: Sequence[int] = ()
     end_tokens: Collection[int] = ()
+    mask: np.ndarray | None = None
 
     @property
     def n_generated(self) -> int:

@@ -1,5 +1,6 @@
 """Changes of a row's logits before a token is chosen, each a function of the row's own text.
 
+    grammar              tokens that it does not allow are masked
     bad words            the last token of a forbidden sequence is masked where the text ends with those before it
     min_tokens           end-of-text tokens are masked until so many tokens are generated
     logit_bias           is added to the logits of its tokens
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octile.serve.engine.grammar import WORD
 from octile.serve.engine.history import History
 from octile.serve.engine.request import Sampling
 
@@ -47,6 +49,9 @@ def penalized(logits_LV: Tensor, how: Sequence[tuple[Sampling, History | None]])
     if not changed:
         return logits_LV
     logits_LV = logits_LV.clone()
+    masks = [(i, text.mask) for i, _, text in changed if text is not None and text.mask is not None]
+    if masks:
+        _apply_masks(logits_LV, *zip(*masks, strict=True))
     masked, biases, seen, generated = list[tuple[int, np.ndarray, float]](), [], [], []
     penalties: list[tuple[float, float]] = []
     for i, sampling, text in changed:
@@ -77,6 +82,17 @@ def penalized(logits_LV: Tensor, how: Sequence[tuple[Sampling, History | None]])
         at = _entries(off, logits_LV)
         logits_LV[at.rows, at.tokens] -= at.values
     return logits_LV
+
+
+def _apply_masks(logits_LV: Tensor, rows: Sequence[int], masks: Sequence[np.ndarray]) -> None:
+    """Mask the tokens of some rows whose bits are 0; masks: int32 [V / 32] each."""
+    device = logits_LV.device
+    words_RW1 = torch.from_numpy(np.stack(masks)).to(device)[:, :, None]
+    bits_RV = (words_RW1 >> torch.arange(WORD, dtype=torch.int32, device=device) & 1).flatten(1)[
+        :, : logits_LV.shape[1]
+    ]
+    at = torch.tensor(rows, device=device)
+    logits_LV[at] = logits_LV[at].masked_fill(bits_RV == 0, -math.inf)
 
 
 def _forbidden(sampling: Sampling, text: History) -> np.ndarray:

@@ -11,6 +11,7 @@ from functools import cached_property
 from itertools import count
 from typing import NamedTuple, Protocol
 
+from octile.serve.engine.grammar import Matcher
 from octile.serve.engine.history import History, TokenCounts
 from octile.text import format_count
 from octile.validation import MAX_SEED, Seed, check
@@ -31,16 +32,19 @@ OF_LOGITS = frozenset({"logprobs"})  # whoever has the logits, once a token is c
 OF_PROMPT = frozenset({"prompt_logprobs"})  # the engine, while it prefills: decode steps have nothing to do for them
 OF_SAMPLES = frozenset({"top_k", "top_p", "min_p"})  # `sampler.choose`; without effect where temperature is 0
 OF_TEXT = frozenset(  # `penalties.penalized`, before a token is chosen
-    {"bad_words", "min_tokens", "logit_bias", "repetition_penalty", "frequency_penalty", "presence_penalty"}
-)
+    {
+        "grammar", "bad_words", "min_tokens", "logit_bias", "repetition_penalty", "frequency_penalty",
+        "presence_penalty",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is chosen, and when a text ends.
 
-    Logits are changed in this order: bad_words, min_tokens, logit_bias, repetition_penalty, frequency_penalty and
-    presence_penalty, temperature. Then tokens are left out in this order: min_p, top_k, top_p.
+    Logits are changed in this order: grammar, bad_words, min_tokens, logit_bias, repetition_penalty, frequency_penalty
+    and presence_penalty, temperature. Then tokens are left out in this order: min_p, top_k, top_p.
 
     Attributes:
         max_new_tokens: maximum number of tokens to generate; an end-of-text token ends the text earlier.
@@ -64,6 +68,8 @@ class Sampling:
         min_tokens: no end-of-text token, token of stop_token_ids or stop string ends the text before so many tokens.
         bad_words: sequences of tokens that the generated text may not have.
         skip_special_tokens: whether special tokens add nothing to the text; otherwise they appear as their names.
+        grammar: a grammar that the text follows, from its first token on, as `octile.serve.engine.grammar` makes it.
+            The text ends where the grammar does, also with ignore_eos.
 
     Raises:
         TypeError: seed is not a whole number or None, or stop is not a tuple of strings.
@@ -88,6 +94,7 @@ class Sampling:
     min_tokens: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
     skip_special_tokens: bool = False
+    grammar: str = ""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -122,6 +129,8 @@ class Sampling:
         if not 0 <= self.min_tokens <= self.max_new_tokens:
             limit = f"max_new_tokens, {self.max_new_tokens}"
             raise ValueError(f"min_tokens must be from 0 to {limit}, not {self.min_tokens}")
+        if self.grammar and self.min_tokens:
+            raise ValueError(f"min_tokens must be 0 for a text that follows a grammar, not {self.min_tokens}")
         if not all(self.bad_words):
             raise ValueError("bad_words must have sequences of at least one token")
         for name, tokens in self.named_tokens.items():
@@ -256,6 +265,7 @@ class Request:
         prompt_logprobs: log-probabilities of the tokens of its prompt from the second on, as far as they are computed,
             until its first output has them.
         counts: how often it has each token, once its sampling has asked for that.
+        matcher: how far it has come in its grammar, once that is compiled.
     """
 
     id: int
@@ -275,6 +285,7 @@ class Request:
     has_old_latents: bool = field(init=False, default=False)
     prompt_logprobs: list[TokenLogprobs] = field(init=False, default_factory=list)
     counts: TokenCounts | None = field(init=False, default=None)
+    matcher: Matcher | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -293,17 +304,19 @@ class Request:
         """Tokens that may still be generated."""
         return self.max_length - len(self.tokens)
 
-    def history(self, end_tokens: Collection[int], drafts: Sequence[int] = ()) -> History | None:
-        """Return what is before the token after some drafts; None: its sampling does not depend on it.
+    def histories(self, end_tokens: Collection[int], drafts: Sequence[int] = ()) -> list[History | None]:
+        """Return what is before its next token, and before the token after each of some drafts.
 
-        end_tokens are those of the engine.
+        None: its sampling does not depend on it. end_tokens are those of the engine.
         """
         if not self.sampling.changes_logits:
-            return None
+            return [None] * (1 + len(drafts))
         if self.counts is None:
             self.counts = TokenCounts(self.prompt)
         self.counts.read(self.tokens)
-        return History(self.counts, self.tokens[len(self.prompt) :], drafts, end_tokens)
+        generated = self.tokens[len(self.prompt) :]
+        masks = [None] * (1 + len(drafts)) if self.matcher is None else self.matcher.masks(drafts)
+        return [History(self.counts, generated, drafts[:i], end_tokens, mask) for i, mask in enumerate(masks)]
 
     @property
     def needs_prompt_logprobs(self) -> bool:

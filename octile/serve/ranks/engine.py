@@ -78,6 +78,7 @@ class ExpertParallelEngine:
         if runner.expert_parallel is None:
             raise ValueError("runner must be of ExpertParallelWeights: its experts are not spread over ranks")
         self.engine, self._weights, self._runner = engine, runner.expert_parallel, runner
+        engine.compiles_in_background = False
         if not seconds >= 0:
             raise ValueError(f"seconds must be at least 0, not {seconds}")
         if not timeout > 0:

@@ -35,6 +35,7 @@ OTHERS = {  # a value of each field that is not its default
     "min_tokens": 2,
     "bad_words": ((1, 2),),
     "skip_special_tokens": True,
+    "grammar": 'start: "a"',
 }
 
 
@@ -101,6 +102,7 @@ def test_a_field_that_nobody_honors_does_not_run_ahead(temperature):
         ({"logit_bias": ((1, 101.0),)}, "logit_bias must have numbers from -100 to 100"),
         ({"logit_bias": ((1, 1.0), (1, 2.0))}, "logit_bias must have each token once"),
         ({"min_tokens": 9, "max_new_tokens": 8}, "min_tokens must be from 0 to max_new_tokens, 8, not 9"),
+        ({"grammar": 'start: "a"', "min_tokens": 1}, "min_tokens must be 0 for a text that follows a grammar, not 1"),
         ({"bad_words": ((1,), ())}, "bad_words must have sequences of at least one token"),
         ({"stop_token_ids": tuple(range(1025))}, "stop_token_ids must have at most 1024 tokens, not 1025"),
     ],

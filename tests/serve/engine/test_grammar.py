@@ -1,0 +1,204 @@
+"""Tests of texts that follow a grammar."""
+
+import json
+import re
+from threading import Event
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llguidance", reason="octile[serve] is not installed")
+
+from octile.serve.engine import engine as engine_module
+from octile.serve.engine.config import EngineConfig
+from octile.serve.engine.engine import Engine
+from octile.serve.engine.grammar import GrammarCompiler, GrammarError, choice, context_free, json_schema, regex
+from octile.serve.engine.request import FinishReason, Sampling
+from tests.serve.engine.test_engine import run
+from tests.serve.fake_runner import FakeRunner
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 1, "maxItems": 3},
+        "size": {"type": "integer", "minimum": 3, "maximum": 40},
+    },
+    "required": ["name", "tags", "size"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture
+def compiler(tokenizer):
+    return GrammarCompiler(tokenizer, 330, [tokenizer.end])
+
+
+def allowed(mask: np.ndarray) -> set[int]:
+    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+
+
+def texts(tokenizer, samplings, n_drafts=0, **limits):
+    """Text and reason of each request, of a model with random logits."""
+    runner = FakeRunner(n_pages=400, vocab_size=330, n_drafts=n_drafts, **limits)
+    engine = Engine(runner, tokenizer, EngineConfig(max_batch=4, max_step_tokens=32, n_drafts=n_drafts))
+    for i, sampling in enumerate(samplings):
+        engine.add([1, 2, i], sampling)
+    found = run(engine)
+    return [(found[i][1], found[i][2].finish_reason) for i in range(len(samplings))]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "pattern"),
+    [
+        (regex(r"[0-9]{2,4}-(ab|cd)+!"), r"[0-9]{2,4}-(ab|cd)+!"),
+        (choice(["yes", "no", 'say "maybe"']), r'yes|no|say "maybe"'),
+        (context_free('start: "(" start ")" | "x"'), r"\(*x\)*"),
+        (context_free('root ::= "a" | "b" root'), r"b*a"),
+    ],
+    ids=["regex", "choice", "Lark", "GBNF"],
+)
+@pytest.mark.parametrize("n_drafts", [0, 2])
+def test_texts_follow_a_grammar(tokenizer, grammar, pattern, n_drafts):
+    samplings = [Sampling(200, 1.0, seed=seed, grammar=grammar) for seed in range(6)]
+    for text, reason in texts(tokenizer, samplings, n_drafts):
+        assert reason == FinishReason.STOP
+        assert re.fullmatch(pattern, text), text
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("n_drafts", [0, 1, 3])
+def test_texts_are_the_json_of_a_schema(tokenizer, n_drafts, temperature):
+    samplings = [Sampling(300, temperature, seed=seed, grammar=json_schema(SCHEMA)) for seed in range(8)]
+    ended = [text for text, reason in texts(tokenizer, samplings, n_drafts) if reason == FinishReason.STOP]
+    assert ended
+    for text in ended:
+        found = json.loads(text)
+        assert sorted(found) == ["name", "size", "tags"]
+        assert (len(found["name"]) <= 8, 3 <= found["size"] <= 40) == (True, True)
+        assert 1 <= len(found["tags"]) <= 3
+        assert set(found["tags"]) <= {"red", "green"}
+
+
+@pytest.mark.parametrize("n_drafts", [0, 2])
+def test_a_text_of_a_grammar_is_the_same_alone_and_next_to_others(tokenizer, n_drafts):
+    grammars = [json_schema(SCHEMA), "", regex("(abc|de)*f"), ""]
+    samplings = [Sampling(40, 1.0, seed=seed, grammar=grammar) for seed, grammar in enumerate(grammars)]
+    together = texts(tokenizer, samplings, n_drafts)
+    for i, sampling in enumerate(samplings):
+        runner = FakeRunner(n_pages=400, vocab_size=330, max_ahead=4)
+        engine = Engine(runner, tokenizer, EngineConfig(max_batch=4, max_step_tokens=32))
+        engine.add([1, 2, i], sampling)
+        ((_, text, last),) = run(engine).values()
+        assert (text, last.finish_reason) == together[i]
+
+
+def test_a_text_that_is_cut_says_so(tokenizer):
+    ((text, reason),) = texts(tokenizer, [Sampling(5, 1.0, seed=1, grammar=json_schema(SCHEMA))])
+    assert reason == FinishReason.LENGTH
+    with pytest.raises(ValueError, match=r"line 1 column"):
+        json.loads(text)
+
+
+def test_a_text_ends_with_its_grammar_where_end_tokens_are_ignored(tokenizer):
+    sampling = Sampling(50, 1.0, seed=1, grammar=choice(["done"]), ignore_eos=True)
+    assert texts(tokenizer, [sampling]) == [("done", FinishReason.STOP)]
+
+
+def test_what_nothing_may_follow_is_an_error_of_its_request(tokenizer):
+    (letter,) = tokenizer.encode("x")
+    sampling = Sampling(50, grammar=regex("x"), bad_words=((letter,),))
+    runner = FakeRunner(vocab_size=330)
+    engine = Engine(runner, tokenizer, EngineConfig(max_batch=4, max_step_tokens=32))
+    engine.add([1], sampling)
+    ((_, _, last),) = run(engine).values()
+    assert last.error.startswith("no token may come next: the grammar, bad_words or min_tokens forbid all")
+
+
+def test_masks_after_drafts_are_those_after_tokens(compiler, tokenizer):
+    tokens = tokenizer.encode("ab1")
+    matcher, other = (compiler.compile(regex("[ab]+[0-9]c")) for _ in range(2))
+    masks = matcher.masks(tokens)
+    for mask, token in zip(masks, [*tokens, None], strict=True):
+        (expected,) = other.masks()
+        assert allowed(mask) == allowed(expected)
+        if token is not None:
+            other.consume(token)
+    assert allowed(matcher.masks()[0]) == allowed(masks[0])
+
+
+def test_after_a_draft_that_may_not_come_all_tokens_may(compiler, tokenizer):
+    x, a = tokenizer.encode("x") + tokenizer.encode("a")
+    masks = compiler.compile(regex("ab")).masks([x, a])
+    assert a in allowed(masks[0])
+    assert x not in allowed(masks[0])
+    assert (masks[1] == -1).all()
+
+
+def test_a_compiled_grammar_begins_anew_for_each_text(compiler, tokenizer):
+    grammar = choice(["ab"])
+    first = compiler.compile(grammar)
+    for token in tokenizer.encode("ab"):
+        first.consume(token)
+    assert first.has_ended
+    assert not compiler.compile(grammar).has_ended
+
+
+def test_a_token_that_the_grammar_does_not_allow_is_an_error(compiler, tokenizer):
+    with pytest.raises(GrammarError):
+        compiler.compile(choice(["ab"])).consume(tokenizer.encode("x")[0])
+
+
+@pytest.mark.parametrize("grammar", ["start: (", regex("("), json_schema({"type": "fruit"})])
+def test_what_is_no_grammar_is_refused(compiler, grammar):
+    with pytest.raises(GrammarError):
+        compiler.start(grammar).result()
+
+
+def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(tokenizer):
+    engine = Engine(FakeRunner(vocab_size=330), tokenizer, EngineConfig(max_batch=4, max_step_tokens=32))
+    engine.add([1], Sampling(5, ignore_eos=True, grammar="start: ("))
+    engine.add([1, 2], Sampling(5, ignore_eos=True))
+    found = run(engine)
+    assert found[0][2].error.startswith("grammar: ")
+    assert (len(found[1][0]), found[1][2].error) == (5, None)
+    assert (engine.stats().failed, engine.stats().used_pages) == (1, 0)
+
+
+class SlowCompiler(GrammarCompiler):
+    """Compiles when it is told to."""
+
+    may_end = Event()
+
+    def compile(self, grammar):
+        self.may_end.wait(30)
+        return super().compile(grammar)
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    SlowCompiler.may_end.clear()
+    monkeypatch.setattr(engine_module, "GrammarCompiler", SlowCompiler)
+    yield SlowCompiler.may_end
+    SlowCompiler.may_end.set()
+
+
+def test_other_requests_run_while_a_grammar_is_compiled(tokenizer, slow):
+    engine = Engine(FakeRunner(vocab_size=330, max_ahead=4), tokenizer, EngineConfig(max_batch=4, max_step_tokens=32))
+    waiting = engine.add([1], Sampling(5, grammar=choice(["ab"])))
+    other = engine.add([1, 2], Sampling(5, ignore_eos=True))
+    while engine.get(other.id) is not None:
+        engine.step()
+    assert engine.step() == []
+    assert waiting.n_generated == 0
+    slow.set()
+    assert run(engine)[waiting.id][1] == "ab"
+
+
+def test_a_request_that_waits_for_its_grammar_can_be_canceled(tokenizer, slow):
+    engine = Engine(FakeRunner(vocab_size=330), tokenizer, EngineConfig(max_batch=4, max_step_tokens=32))
+    request = engine.add([1], Sampling(5, grammar=choice(["ab"])))
+    engine.step()
+    assert engine.cancel(request.id)
+    assert not engine.has_work
+    assert engine.stats().canceled == 1
