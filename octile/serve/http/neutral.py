@@ -19,7 +19,6 @@ VLLM: Mapping[str, Values] = {
     "truncate_prompt_tokens": (),
     "truncation_side": ("left", "right"),  # of prompts that are truncated
     "allowed_token_ids": (),
-    "structured_outputs": (),
     "priority": (0,),
     "return_tokens_as_token_ids": (False,),
     "return_token_offsets": (False,),
@@ -33,7 +32,6 @@ VLLM: Mapping[str, Values] = {
 VLLM_COMPLETIONS: Mapping[str, Values] = {
     "prompt_embeds": (),
     "add_special_tokens": (True,),
-    "response_format": ({"type": "text"},),
 }
 VLLM_CHAT: Mapping[str, Values] = {
     "echo": (False,),

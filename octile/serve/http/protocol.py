@@ -9,17 +9,16 @@ Source: OpenAI's API reference, completions and chat completions.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, ValidationError, model_validator
 
 from octile.serve.engine.config import InFlight
 from octile.serve.engine.request import MAX_LOGPROBS, MAX_TOP_K, Sampling
 from octile.serve.http import neutral
-from octile.serve.http.neutral import Values, is_neutral
+from octile.serve.http.body import Body, describe_value, refuse
+from octile.serve.http.formats import ResponseFormat, StructuredOutputs
 from octile.serve.http.responses import ApiError
 from octile.serve.weights.source import BufferSource, FolderSource, WeightsSource
 from octile.validation import MAX_SEED, quoted
@@ -63,22 +62,6 @@ Size = Annotated[int, Field(ge=0, lt=2**50)]  # of tensors, in elements or in by
 Stops = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS, fail_fast=True)]
 
 
-class Body(BaseModel):
-    """A JSON object whose fields have exactly their types, and which has no other fields."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
-    neutral: ClassVar[Mapping[str, Values]] = {}  # other fields, with their values that change nothing
-
-    @model_validator(mode="after")
-    def _has_no_other_fields(self) -> Self:
-        for name, value in (self.model_extra or {}).items():  # extra="forbid" would describe each of them
-            if name not in self.neutral:
-                raise PydanticCustomError("unknown_field", "{name}", {"name": name})
-            if not is_neutral(value, self.neutral[name]):
-                raise UnsupportedError(name, value, _one_of(self.neutral[name]))
-        return self
-
-
 class StreamOptions(Body):
     """Options of a stream: include_usage adds a last chunk with the numbers of tokens."""
 
@@ -109,6 +92,8 @@ class Generation(Body):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     bad_words: Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True)] | None = None
     skip_special_tokens: bool | None = True
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool | None = False
 
@@ -126,7 +111,9 @@ class Generation(Body):
             if not (token.isdecimal() and token.isascii() and len(token) < 10):
                 raise ValueError(f"logit_bias must have tokens, whole numbers from 0, as names, not {quoted(token)}")
             if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
-                raise ValueError(f"logit_bias must have numbers from -100 to 100, not {_given(bias)}")
+                raise ValueError(f"logit_bias must have numbers from -100 to 100, not {describe_value(bias)}")
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise ValueError("structured_outputs and response_format are both given: give one of them")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only for stream true")
         if self.prompt_logprobs is not None and self.stream:
@@ -140,6 +127,7 @@ class Generation(Body):
         choice: int,
         defaults: Mapping[str, Any],
         bad_words: tuple[tuple[int, ...], ...],
+        grammar: str,
         stop: tuple[str, ...] = (),
     ) -> Sampling:
         """The sampling of one choice. With a seed, each choice has its own, the following one.
@@ -150,6 +138,7 @@ class Generation(Body):
             choice: the number of the choice, from 0.
             defaults: fields of `Sampling` of the model, which count if the request gives none.
             bad_words: tokens of the words that may not appear.
+            grammar: as in `Sampling`.
             stop: strings that end the text besides the request's own.
 
         Raises:
@@ -177,6 +166,7 @@ class Generation(Body):
                 min_tokens=self.min_tokens or 0,
                 bad_words=bad_words,
                 skip_special_tokens=self.skip_special_tokens is not False,
+                grammar=grammar,
             )
         except ValueError as error:
             raise ApiError(400, str(error), str(error).split()[0]) from None
@@ -261,14 +251,8 @@ class Message(Body):
         }
 
 
-class TextFormat(Body):
-    """The only response_format that is supported."""
-
-    type: Literal["text"]
-
-
 class ChatBody(Generation):
-    """The body of POST /v1/chat/completions. Tools and formats of the answer are not supported."""
+    """The body of POST /v1/chat/completions. Tools are not supported."""
 
     neutral = neutral.CHAT
 
@@ -276,7 +260,6 @@ class ChatBody(Generation):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    response_format: TextFormat | None = None
     tools: list[Any] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
@@ -365,24 +348,6 @@ class BufferUpdate(WeightsUpdate):
         return BufferSource(self.config, layout, given)
 
 
-class UnsupportedError(ValueError):
-    """A field has a value that would change the result in a way that is not supported."""
-
-    def __init__(self, field: str, value: object, needed: str):
-        super().__init__(f"{field} must be {needed}, not {_given(value)}")
-
-
-def _one_of(values: Values) -> str:
-    """Describe the values that change nothing, for a message."""
-    return " or ".join([*(json.dumps(value) for value in values), "null"])
-
-
-def refuse(body: Body, field: str, value: object, needed: str) -> None:
-    """Refuse a value that is not the neutral one."""
-    if value:
-        raise UnsupportedError(field, value, needed)
-
-
 def parse(form: type[Any], content: bytes) -> Any:
     """Read a body.
 
@@ -399,7 +364,7 @@ def describe(error: ValidationError) -> tuple[str, str | None]:
     """The message and the field of the first thing that is wrong."""
     found = error.errors(include_url=False)[0]
     where = [str(part) for part in found["loc"] if not _is_member(part)]
-    field, context, given = ".".join(where), found.get("ctx", {}), _given(found["input"])
+    field, context, given = ".".join(where), found.get("ctx", {}), describe_value(found["input"])
     match found["type"]:
         case "json_invalid":
             if "hex escape" in context["error"]:  # JSON may have half of a surrogate pair, UTF-8 text may not
@@ -423,11 +388,6 @@ def describe(error: ValidationError) -> tuple[str, str | None]:
     bounds = {key: _in_json(value) for key, value in context.items()}
     needed = WORDING[found["type"]].format(**bounds) if found["type"] in WORDING else found["msg"]
     return f"{field} must be {needed}, not {given}", field
-
-
-def _given(value: object) -> str:
-    """What came, for a message; true, false and null as JSON has them."""
-    return json.dumps(value) if value is None or isinstance(value, bool) else quoted(value)
 
 
 def _in_json(bound: object) -> object:

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 
 from octile.serve.engine.bad_words import token_sequences
+from octile.serve.engine.grammar import GrammarCompiler
 from octile.serve.engine.request import FinishReason, Output, Request, RequestFactory, Sampling
 from octile.serve.http.chat import ChatTemplate
 from octile.serve.http.config import BODY_SECONDS, FIRST_STEP_SECONDS, HUNG_SECONDS, Limits
@@ -118,6 +119,9 @@ class Service:
         self.chat, self.limits, self.model, self.created = chat, limits, model, int(time.time())
         self.tokenizer, self.context = tokenizer, context
         self._defaults, self._factory = defaults or {}, RequestFactory(vocab_size, context)
+        self._grammars = GrammarCompiler(
+            tokenizer, vocab_size, [tokenizer.end]
+        )  # to refuse those that it cannot compile
         self.in_flight, self.is_draining = 0, False
 
     def why_closed(self) -> str | None:
@@ -207,7 +211,7 @@ class Service:
             if isinstance(text, str):
                 self._check_length(text, "prompt")
         prompts = [begin + self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in body.prompts]
-        given = self._defaults, token_sequences(self.tokenizer, body.bad_words or ())
+        given = self._defaults, token_sequences(self.tokenizer, body.bad_words or ()), self._grammar(body)
         requests = list[Request]()
         for prompt in prompts:
             new_tokens = self._new_tokens(prompt, body.max_tokens or 16, "max_tokens")
@@ -224,10 +228,25 @@ class Service:
         name = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
         new_tokens = self._new_tokens(prompt, body.max_completion_tokens or body.max_tokens, name)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        given = self._defaults, token_sequences(self.tokenizer, body.bad_words or ()), self.chat.stop
+        bad_words = token_sequences(self.tokenizer, body.bad_words or ())
+        given = self._defaults, bad_words, self._grammar(body), self.chat.stop
         choices = [body.sampling(new_tokens, logprobs, i, *given) for i in range(body.n or 1)]
         requests = self._requests(prompt, choices)
         return Job(ChatCompletion(self.model, self.tokenizer, [prompt], body.n or 1, *_shown(body)), requests)
+
+    def _grammar(self, body: Generation) -> str:
+        """Return the grammar that an answer must follow; raise ApiError, 400, if there is none such."""
+        for name in ("response_format", "structured_outputs"):
+            form = getattr(body, name)
+            if form is not None:
+                try:
+                    grammar = form.grammar
+                    if grammar:
+                        self._grammars.compile(grammar)
+                except (ValueError, ImportError) as error:
+                    raise ApiError(400, f"{name} cannot be followed: {error}", name) from None
+                return grammar
+        return ""
 
     def _requests(self, prompt: Sequence[int], choices: Sequence[Sampling]) -> list[Request]:
         """Make the requests of a prompt's choices; raise ApiError, 400, if the model cannot continue it."""

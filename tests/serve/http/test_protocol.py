@@ -124,7 +124,7 @@ def test_true_is_not_1(value, neutral):
 
 def sampling(**fields):
     form, body = completion(**fields)
-    return parse(form, json.dumps(body).encode()).sampling(16, None, 0, {"min_p": 0.3}, ((7, 8),))
+    return parse(form, json.dumps(body).encode()).sampling(16, None, 0, {"min_p": 0.3}, ((7, 8),), "")
 
 
 def test_fields_of_the_sampling_are_those_of_the_request():

@@ -133,8 +133,6 @@ def test_a_body_that_is_no_json_object(served, body, message):
          "reasoning_effort must be 'none', not 'high'"),
         ("chat/completions", {**CHAT, "stream": True, "stream_options": {"include_obfuscation": True}},
          "stream_options.include_obfuscation", "stream_options.include_obfuscation must be false, not true"),
-        ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, "response_format.type",
-         "response_format.type must be 'text', not 'json_object'"),
         ("chat/completions", {**CHAT, "top_logprobs": 2}, "top_logprobs", "top_logprobs needs logprobs true"),
     ],
 )  # fmt: skip
