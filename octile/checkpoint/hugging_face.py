@@ -10,6 +10,9 @@ correction bias, which changes by 0.001 per step, is always FP32. transformers w
 and a model loaded from such a folder has none.
 
 The norm of the keys of DeepSeek-V3.2's indexer is FP32, too.
+
+Moonlight and Kimi-K2 were published with the rotary frequencies of each layer. They follow from config.json: they are
+not read, as in transformers, and not written.
 """
 
 import shutil
@@ -57,6 +60,7 @@ from octile.recipe import Recipe, ScaleRule
 from octile.validation import read_json
 
 CONFIG = "config.json"
+ROTARY_FREQUENCIES = ".self_attn.rotary_emb.inv_freq"  # follow from config.json
 Weights = Literal["fp8", "bf16", "float32"]
 HIGH_PRECISION = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32}  # dtype if not FP8
 
@@ -422,7 +426,7 @@ def _check_shapes(model: DeepseekV3, folder: OpenFolder, where: str) -> None:
                 f"{name} in {shards.folder} is {list(found[name].shape)}, but {list(tensor.shape)} {where}"
             )
     for name in found.keys() - to_hf(meta_model(model.config).state_dict(), model.config).keys():
-        if not is_scale(name, found):
+        if not is_scale(name, found) and not name.endswith(ROTARY_FREQUENCIES):
             raise ValueError(f"{shards.folder} holds {name}, which the model of its {CONFIG} does not have")
 
 

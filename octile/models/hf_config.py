@@ -48,7 +48,7 @@ COMPUTED: dict[str, Any] = {  # the one value of each that this model computes
     "rope_interleave": True,
     "seq_aux": True,
 }
-MODEL_TYPES = ("deepseek_v3", "deepseek_v2", "deepseek_v32")
+MODEL_TYPES = ("deepseek_v3", "deepseek_v2", "deepseek_v32", "kimi_k2")
 SPARSE = "deepseek_v32"  # the model type with sparse attention
 INDEXER = ("index_n_heads", "index_head_dim", "index_topk")  # fields that it needs and others do not have
 V2_DEFAULTS: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Miniatures of published checkpoints: the tensor names of DeepSeek-V3's 671B index, V3.1's scales, V3.2's indexer.
+"""Published checkpoints: the tensors of DeepSeek-V3, Moonlight and Kimi-K2, and miniatures of V3, V3.1 and V3.2.
 
 The names, dtypes and shapes are written out here once more, as the index and the headers of those checkpoints have
 them, and compared with what octile reads and writes.
@@ -17,17 +17,19 @@ from transformers import AutoModelForCausalLM, DeepseekV32Config, DeepseekV32For
 
 from octile.checkpoint import load, load_weights, save
 from octile.checkpoint.convert import convert_checkpoint
-from octile.checkpoint.hugging_face import storage_specs
+from octile.checkpoint.hugging_face import ROTARY_FREQUENCIES, storage_specs
 from octile.checkpoint.shards import Shards
 from octile.checkpoint.tensor_file import TensorFile
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
+from octile.models.meta import meta_model
 from octile.models.names import to_hf
 from octile.serve.weights.weights import ServedWeights
 from tests.checkpoint.micro_model import MICRO
-from tests.models.test_config import PUBLISHED_V3
+from tests.models.test_config import OF_MOONSHOT, PUBLISHED, PUBLISHED_MOONLIGHT, PUBLISHED_V3
 
-TENSORS_OF_V3 = 91_991  # in its model.safetensors.index.json
+TENSORS = {"V3": 91_991, "V3.1": 91_991, "Moonlight": 5_344, "Kimi-K2": 139_644}  # in the indexes of V3 and Kimi-K2
+PARAMETERS = {"V3": 684_489_845_504, "Kimi-K2": 1_026_408_232_448}  # as published, without scales and frequencies
 SIZES = {  # of every miniature
     "vocab_size": 16,
     "hidden_size": 8,
@@ -66,9 +68,12 @@ def published_tensors(config: dict) -> Iterator[tuple[str, str, tuple[int, ...]]
     d, vocab, heads = config["hidden_size"], config["vocab_size"], config["num_attention_heads"]
     q, kv, rope = config["q_lora_rank"], config["kv_lora_rank"], config["qk_rope_head_dim"]
     nope, v = config["qk_nope_head_dim"], config["v_head_dim"]
-    layers = config["num_hidden_layers"]
+    layers, drafting = config["num_hidden_layers"], config["num_nextn_predict_layers"]
 
     def fp8(name: str, n: int, k: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        if "quantization_config" not in config:
+            yield f"{name}.weight", "BF16", (n, k)
+            return
         yield f"{name}.weight", "F8_E4M3", (n, k)
         yield f"{name}.weight_scale_inv", "F32", (-(-n // 128), -(-k // 128))
 
@@ -78,18 +83,23 @@ def published_tensors(config: dict) -> Iterator[tuple[str, str, tuple[int, ...]]
         yield from fp8(f"{name}.down_proj", d, intermediate)
 
     yield "model.embed_tokens.weight", "BF16", (vocab, d)
-    for i in range(layers + 1):  # the last is the multi-token prediction layer
+    for i in range(layers + drafting):  # the last is the multi-token prediction layer, if there is one
         layer = f"model.layers.{i}"
         yield f"{layer}.input_layernorm.weight", "BF16", (d,)
         yield f"{layer}.post_attention_layernorm.weight", "BF16", (d,)
         attention = f"{layer}.self_attn"
-        yield from fp8(f"{attention}.q_a_proj", q, d)
-        yield f"{attention}.q_a_layernorm.weight", "BF16", (q,)
-        yield from fp8(f"{attention}.q_b_proj", heads * (nope + rope), q)
+        if q is None:
+            yield from fp8(f"{attention}.q_proj", heads * (nope + rope), d)
+        else:
+            yield from fp8(f"{attention}.q_a_proj", q, d)
+            yield f"{attention}.q_a_layernorm.weight", "BF16", (q,)
+            yield from fp8(f"{attention}.q_b_proj", heads * (nope + rope), q)
         yield from fp8(f"{attention}.kv_a_proj_with_mqa", kv + rope, d)
         yield f"{attention}.kv_a_layernorm.weight", "BF16", (kv,)
         yield from fp8(f"{attention}.kv_b_proj", heads * (nope + v), kv)
         yield from fp8(f"{attention}.o_proj", d, heads * v)
+        if config["vocab_size"] == OF_MOONSHOT["vocab_size"]:
+            yield f"{attention}{ROTARY_FREQUENCIES}", "F32", (rope // 2,)
         if config["model_type"] == "deepseek_v32":
             index_heads, index_dim = config["index_n_heads"], config["index_head_dim"]
             yield from fp8(f"{attention}.indexer.wq_b", index_heads * index_dim, q)
@@ -104,9 +114,11 @@ def published_tensors(config: dict) -> Iterator[tuple[str, str, tuple[int, ...]]
         yield f"{layer}.mlp.gate.e_score_correction_bias", "F32", (config["n_routed_experts"],)
         for e in range(config["n_routed_experts"]):
             yield from mlp(f"{layer}.mlp.experts.{e}", config["moe_intermediate_size"])
-        yield from mlp(f"{layer}.mlp.shared_experts", config["moe_intermediate_size"])
+        yield from mlp(f"{layer}.mlp.shared_experts", config["n_shared_experts"] * config["moe_intermediate_size"])
     yield "model.norm.weight", "BF16", (d,)
     yield "lm_head.weight", "BF16", (vocab, d)
+    if not drafting:
+        return
     yield f"model.layers.{layers}.embed_tokens.weight", "BF16", (vocab, d)
     yield f"model.layers.{layers}.enorm.weight", "BF16", (d,)
     yield f"model.layers.{layers}.hnorm.weight", "BF16", (d,)
@@ -173,14 +185,22 @@ def dequantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return values
 
 
-def test_the_671b_preset_is_stored_with_the_published_names_dtypes_and_shapes():
-    config = ModelConfig.v3_671b()
-    with torch.device("meta"):
-        tensors = to_hf(DeepseekV3(config).state_dict(), config)
-    written = {n: s for name, t in tensors.items() for n, s in storage_specs(name, tuple(t.shape), "fp8").items()}
-    expected = {name: (dtype, shape) for name, dtype, shape in published_tensors(PUBLISHED_V3)}
-    assert len(expected) == TENSORS_OF_V3
-    assert {name: (spec.dtype, spec.shape) for name, spec in written.items()} == expected
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_published_model_is_stored_with_its_names_dtypes_and_shapes(name):
+    config = ModelConfig.from_hf(PUBLISHED[name])
+    tensors = to_hf(meta_model(config).state_dict(), config)
+    weights = "fp8" if "quantization_config" in PUBLISHED[name] else "bf16"
+    written = {n: s for n, t in tensors.items() for n, s in storage_specs(n, tuple(t.shape), weights).items()}
+    expected = {n: (dtype, shape) for n, dtype, shape in published_tensors(PUBLISHED[name])}
+    assert len(expected) == TENSORS[name]
+    stored = {n: of for n, of in expected.items() if not n.endswith(ROTARY_FREQUENCIES)}
+    assert {n: (spec.dtype, spec.shape) for n, spec in written.items()} == stored
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_published_model_has_its_number_of_parameters(name):
+    config = ModelConfig.from_hf(PUBLISHED[name])
+    assert sum(t.numel() for t in to_hf(meta_model(config).state_dict(), config).values()) == PARAMETERS[name]
 
 
 def test_every_tensor_of_all_62_layers_is_read_and_written_back(tmp_path, publish, same):
@@ -203,6 +223,17 @@ def test_every_key_of_a_published_configuration_is_written_back(tmp_path, publis
     written = json.loads((tmp_path / "again" / "config.json").read_text())
     del written["quantization_config"]["modules_to_not_convert"]  # transformers needs it
     assert {key: written[key] for key in published} == published
+
+
+def test_rotary_frequencies_of_a_checkpoint_are_neither_read_nor_written(tmp_path, hf_folder, same):
+    config = {**PUBLISHED_MOONLIGHT, **SMALL, "q_lora_rank": None, "num_nextn_predict_layers": 0}
+    del config["quantization_config"]
+    before = {f"model.layers.{i}{ROTARY_FREQUENCIES}": torch.full((1,), 7.0) for i in range(2)}
+    model = DeepseekV3(ModelConfig.from_hf(config)).bfloat16()
+    own = {name: t.clone().contiguous() for name, t in to_hf(model.state_dict(), model.config).items()}
+    save(load(hf_folder(tmp_path / "published", config, [{**before, **own}])), tmp_path / "again", weights="bf16")
+    again = stored(tmp_path / "again")
+    assert changed({n: t.to(again[n].dtype) for n, t in own.items()}, again, same) == []
 
 
 @EVERY_RELEASE

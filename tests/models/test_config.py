@@ -116,6 +116,64 @@ PUBLISHED_V2_LITE = {
 }
 
 
+PUBLISHED_V31 = {
+    **PUBLISHED_V3,
+    "quantization_config": {**PUBLISHED_V3["quantization_config"], "scale_fmt": "ue8m0"},
+}
+OF_MOONSHOT = {  # keys of Moonlight-16B-A3B and Kimi-K2
+    **{key: value for key, value in PUBLISHED_V3.items() if key not in ("ep_size", "quantization_config")},
+    "aux_loss_alpha": 0.001,
+    "bos_token_id": 163584,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "num_nextn_predict_layers": 0,
+    "pretraining_tp": 1,
+    "rope_theta": 50000.0,
+    "seq_aux": True,
+    "topk_group": 1,
+    "vocab_size": 163840,
+}
+PUBLISHED_MOONLIGHT = {
+    **{key: value for key, value in OF_MOONSHOT.items() if key != "rope_scaling"},
+    "eos_token_id": 163586,
+    "ep_size": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 11264,
+    "max_position_embeddings": 8192,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "rms_norm_eps": 1e-05,
+    "routed_scaling_factor": 2.446,
+    "transformers_version": "4.46.3",
+}
+PUBLISHED_KIMI_K2 = {
+    **OF_MOONSHOT,
+    "eos_token_id": 163585,
+    "max_position_embeddings": 131072,
+    "model_type": "kimi_k2",
+    "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "quantization_config": PUBLISHED_V3["quantization_config"],
+    "rope_scaling": {**PUBLISHED_V3["rope_scaling"], "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0},
+    "routed_scaling_factor": 2.827,
+    "transformers_version": "4.48.3",
+}
+PUBLISHED = {
+    "V3": PUBLISHED_V3,
+    "V3.1": PUBLISHED_V31,
+    "V2-Lite": PUBLISHED_V2_LITE,
+    "Moonlight": PUBLISHED_MOONLIGHT,
+    "Kimi-K2": PUBLISHED_KIMI_K2,
+}
+
+
 def nested(levels: int) -> dict[str, Any]:
     """An object in an object in an object …"""
     return {} if levels == 1 else {"a": nested(levels - 1)}
@@ -126,15 +184,16 @@ def same_shape(config, preset):
     return replace(config, initializer_range=preset.initializer_range, extra={}) == preset
 
 
-def test_the_published_v3_config_equals_the_preset():
-    assert same_shape(ModelConfig.from_hf(PUBLISHED_V3), PRESETS["v3_671b"]())
+@pytest.mark.parametrize("published", [PUBLISHED_V3, PUBLISHED_V31], ids=["V3", "V3.1"])
+def test_the_published_v3_config_equals_the_preset(published):
+    assert same_shape(ModelConfig.from_hf(published), PRESETS["v3_671b"]())
 
 
 def test_the_published_v2_lite_config_equals_the_preset():
     assert same_shape(ModelConfig.from_hf(PUBLISHED_V2_LITE), PRESETS["v2_lite_16b"]())
 
 
-@pytest.mark.parametrize("published", [PUBLISHED_V3, PUBLISHED_V2_LITE], ids=["V3", "V2-Lite"])
+@pytest.mark.parametrize("published", PUBLISHED.values(), ids=PUBLISHED)
 def test_every_key_of_a_published_file_is_written_back(published):
     written = ModelConfig.from_hf(published).to_hf()
     assert {key: written[key] for key in published} == published
@@ -159,6 +218,18 @@ def test_transformers_5_spelling_of_rotary_positions_is_read():
     yarn = {k: v for k, v in YARN_V2.items() if k != "type"}
     spelled["rope_parameters"] = {**yarn, "rope_type": "yarn", "rope_theta": 10000}
     assert ModelConfig.from_hf(spelled) == ModelConfig.from_hf(PUBLISHED_V2_LITE)
+
+
+@pytest.mark.parametrize("published", PUBLISHED.values(), ids=PUBLISHED)
+def test_a_published_file_is_read_silently(recwarn, published):
+    ModelConfig.from_hf(published)
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_the_rotary_frequencies_of_kimi_k2_are_those_of_transformers():
+    theirs = DeepseekV3Config(**PUBLISHED_KIMI_K2)
+    frequencies = rope_of(ModelConfig.from_hf(PUBLISHED_KIMI_K2)).frequencies()
+    torch.testing.assert_close(frequencies, ROPE_INIT_FUNCTIONS["yarn"](theirs, None)[0])
 
 
 def with_context(factor: float, original: int, longest: int) -> dict[str, Any]:
