@@ -17,12 +17,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from octile.added_tokens import FILE as ADDED_TOKENS
+from octile.added_tokens import add_tokens, read_added_tokens
+from octile.byte_level import byte_of_character
 from octile.extras import require
+from octile.tiktoken_model import FILE as TIKTOKEN_MODEL
+from octile.tiktoken_model import read_tiktoken_model, reserved_tokens
 
 if TYPE_CHECKING:
     import tokenizers
 
 BEGIN, END = "<|begin|>", "<|end|>"
+FILES = ("tokenizer.json", TIKTOKEN_MODEL, "tokenizer_config.json", ADDED_TOKENS)  # that a folder may have
 MIN_VOCAB_SIZE = 256 + 2  # the bytes, and the two special tokens
 
 
@@ -81,34 +87,31 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a `tokenizer.json`, or the folder that contains it.
+        """Read a `tokenizer.json`, a `tiktoken.model` of Moonshot's, or the folder that contains one.
 
         A `tokenizer_config.json` in the same folder names the special tokens; otherwise they are <|begin|> and <|end|>.
+        Its `added_tokens_decoder` and an `added_tokens.json` add the tokens that the other file lacks.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: a file is damaged, or the special tokens are missing.
+            ValueError: a file is damaged, the special tokens are missing, or an added token cannot have its id.
         """
         path = Path(path)
-        file = path / "tokenizer.json" if path.is_dir() else path
-        if not file.is_file():
-            raise FileNotFoundError(f"tokenizer {str(path)!r}: there is no file {file}")
+        choices = [path / "tokenizer.json", path / TIKTOKEN_MODEL] if path.is_dir() else [path]
+        file = next((file for file in choices if file.is_file()), None)
+        if file is None:
+            what = " or ".join(map(str, choices))
+            raise FileNotFoundError(f"tokenizer {str(path)!r}: there is no file {what}")
         require("tokenizers", extra="train")
-        from tokenizers import Tokenizer
-
-        try:
-            backend = Tokenizer.from_str(file.read_text(encoding="utf-8"))
-        except Exception as error:  # `tokenizers` raises no narrower type
-            raise ValueError(f"tokenizer {file} cannot be read: {error}") from error
         config_file = file.with_name("tokenizer_config.json")
-        if not config_file.is_file():
-            return cls(backend, _config(BEGIN, END))
-        try:
-            config = json.loads(config_file.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{config_file} is not JSON: {error}") from error
-        if not isinstance(config, dict):
-            raise ValueError(f"{config_file} must hold a JSON object, not {config!r:.50}")
+        config = _read_config(config_file) if config_file.is_file() else _config(BEGIN, END)
+        added = read_added_tokens(config_file, config)
+        if file.suffix == ".model":
+            backend = read_tiktoken_model(file, config)
+            added = reserved_tokens(backend.get_vocab_size()) | added
+        else:
+            backend = _read_tokenizer_json(file)
+        add_tokens(backend, added, str(file.parent))
         return cls(backend, config)
 
     def save(self, folder: str | Path) -> None:
@@ -158,7 +161,7 @@ class Tokenizer:
         decoder = json.loads(self.backend.to_str())["decoder"]
         if decoder is None or decoder["type"] != "ByteLevel":
             return None
-        byte_of = _byte_of_character()
+        byte_of = byte_of_character()
         texts = [""] * self.vocab_size
         for text, token in self.backend.get_vocab(with_added_tokens=True).items():
             texts[token] = text
@@ -182,11 +185,23 @@ def check_vocab_size(vocab_size: int, name: str = "vocab_size") -> None:
         raise ValueError(f"{name} must be at least {MIN_VOCAB_SIZE} (256 bytes + 2), not {vocab_size}")
 
 
-def _byte_of_character() -> dict[str, int]:
-    """The characters by which byte-level tokenizers represent bytes (GPT-2): printable ones represent themselves."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+def _read_tokenizer_json(file: Path) -> "tokenizers.Tokenizer":
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except Exception as error:  # `tokenizers` raises no narrower type
+        raise ValueError(f"tokenizer {file} cannot be read: {error}") from error
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} must hold a JSON object, not {config!r:.50}")
+    return config
 
 
 def _config(begin: str, end: str) -> dict[str, Any]:

@@ -27,12 +27,13 @@ from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.rl.config import COMMAND, DIGESTS, RLConfig, changed_settings
 from octile.rl.trainer import RLTrainer
+from octile.tokenizer import FILES as TOKENIZER_FILES
 from octile.train.config import shown
 from octile.train.run.folder import START, RunFolder, check_unused, new_folder
 from octile.train.run.machine import computed_on, warn_of_another_machine
 from octile.validation import CHECKSUM, read_json, take_checksum, with_checksum
 
-TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+COPIED_FILES = *TOKENIZER_FILES, "generation_config.json"
 
 
 def create_folder(config: RLConfig) -> RunFolder:
@@ -56,7 +57,7 @@ def write_start(config: RLConfig, run: RunFolder) -> None:
         FileNotFoundError, ValueError: as for `octile.checkpoint.hugging_face.load`.
     """
     assert config.model is not None
-    for name in TOKENIZER_FILES:  # of another model, if the first step of a run in this folder has failed
+    for name in COPIED_FILES:  # of another model, if the first step of a run in this folder has failed
         (run.path / START / name).unlink(missing_ok=True)
     save_model(load(config.model), run.path / START, checkpoint_folder(config.model), is_exact=True)
 
@@ -73,7 +74,7 @@ def save_model(model: DeepseekV3, folder: Path, source: Path, is_exact: bool = F
     weights: Literal["fp8", "bf16", "float32"] = "float32" if is_exact else "bf16"
     if has_fp8_weights(source):
         weights = "fp8"
-    save(model, folder, weights, [file for name in TOKENIZER_FILES if (file := source / name).exists()])
+    save(model, folder, weights, [file for name in COPIED_FILES if (file := source / name).exists()])
 
 
 def write_config(run: RunFolder, config: RLConfig) -> None:

@@ -1,6 +1,7 @@
 """How large the cache of a served model is."""
 
 import inspect
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,9 @@ import pytest
 import torch
 
 from octile.checkpoint.hugging_face import save
+from octile.models.deepseek_v3 import DeepseekV3
 from octile.serve.engine.config import CacheConfig, EngineConfig, ParallelConfig
+from octile.serve.engine.request import FinishReason, Sampling
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights import load
 from octile.serve.weights.load import FREE_SHARE, Folder
@@ -102,6 +105,27 @@ def test_the_multi_token_prediction_layer_is_read_and_cached_for_drafts_alone(to
     runner = folder.load(torch.device("cpu"), EngineConfig(n_drafts=n_drafts), CacheConfig())[1]
     assert runner.can_draft is (n_drafts > 0)
     assert len(runner.cache.layers) == MICRO.num_hidden_layers + n_drafts
+
+
+@pytest.mark.parametrize("names_the_ends", ["config.json", "generation_config.json"])
+def test_added_tokens_end_texts_where_a_file_names_them(tokenizer, tmp_path, names_the_ends):
+    n = tokenizer.vocab_size
+    torch.manual_seed(0)
+    model = DeepseekV3(replace(MICRO, vocab_size=n + 2, num_nextn_predict_layers=0)).eval()
+    row = model.lm_head.weight[0].detach().clone()
+    with torch.no_grad():
+        model.lm_head.weight.zero_()[n:] = torch.stack((row, -row))  # one of the two is always the most likely token
+    save(model, tmp_path, weights="float32")
+    tokenizer.save(tmp_path)
+    added = {str(n + i): {"content": f"<|end {i}|>", "special": True} for i in range(2)}
+    changes = {"tokenizer_config.json": {"added_tokens_decoder": added}, names_the_ends: {"eos_token_id": [n, n + 1]}}
+    for name, change in changes.items():
+        found = json.loads((tmp_path / name).read_text()) if (tmp_path / name).exists() else {}
+        (tmp_path / name).write_text(json.dumps({**found, **change}))
+    (tmp_path / "octile.json").unlink()
+    engine, _ = Folder.open(tmp_path).load(torch.device("cpu"), EngineConfig(), CacheConfig())
+    engine.add([0, 5, 9], Sampling(8))
+    assert [(output.tokens, output.finish_reason) for output in engine.step()] == [((), FinishReason.STOP)]
 
 
 def test_a_gpu_without_room_for_the_graphs_is_named(monkeypatch):
