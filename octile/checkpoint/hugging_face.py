@@ -43,6 +43,7 @@ from octile.checkpoint.fp8_layout import (
     with_quantization,
     without_quantization,
 )
+from octile.checkpoint.other_models import check_model_type
 from octile.checkpoint.packed import PackedTensors
 from octile.checkpoint.recipe_entry import with_recipe
 from octile.checkpoint.shards import Shards, plan_shards, write_index
@@ -167,8 +168,8 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32, device: str | tor
 
     Raises:
         FileNotFoundError: there is no checkpoint, or a file of it is missing.
-        ValueError: a file is damaged; config.json is not of a DeepSeek model; a tensor is missing, unknown, or of
-            another shape than config.json says.
+        ValueError: a file is damaged; config.json is of a model that octile does not load; a tensor is missing,
+            unknown, or of another shape than config.json says.
     """
     folder = open_folder(path)
     model = folder.meta_model().to(dtype).to_empty(device=device)
@@ -379,10 +380,13 @@ class OpenFolder:
 
 
 def open_folder(path: str | Path) -> OpenFolder:
-    """Open the folder that a path names, and check its quantization and its files without tensors."""
-    shards = Shards(checkpoint_folder(path))
+    """Open the folder that a path names, and check its model type, its quantization and its files without tensors."""
+    folder = checkpoint_folder(path)
+    config = read_json(folder / CONFIG)
+    check_model_type(folder, config)  # first: other models may have other files
+    shards = Shards(folder)
     shards.verify_other_files()
-    return opened(shards, read_json(shards.folder / CONFIG))
+    return opened(shards, config)
 
 
 def opened(shards: Shards | PackedTensors, config: dict[str, Any]) -> OpenFolder:
