@@ -12,6 +12,7 @@ page.html     the page at /
 protocol.py   the bodies of requests, as OpenAI defines them, and what of them is not supported
 chat.py       the chat template: messages to tokens
 config.py     `Limits`: what a server takes at most, and time limits; which keys it can have
+tls.py        the certificate and key for HTTPS
 responses.py  bodies and errors in OpenAI's format, and responses that are written as fast as their client reads
 metrics.py    what Prometheus reads, under vLLM's names
 sender.py     sends the weights of a trainer to a server

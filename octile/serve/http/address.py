@@ -30,10 +30,10 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def url_of(bound: socket.socket) -> str:
+def url_of(bound: socket.socket, is_tls: bool = False) -> str:
     """The URL of a bound address."""
     host, port = bound.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"http{'s' * is_tls}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def listen(bound: socket.socket) -> None:

@@ -203,7 +203,6 @@ class _TimeLimit:
             if not limit.expired():
                 raise
             scope["state"]["abort"]()
-            await asyncio.sleep(0)  # for the connection to know that it is lost
 
 
 async def _api_error(_: Request, error: ApiError) -> Response:

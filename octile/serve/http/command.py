@@ -11,6 +11,7 @@ from octile.extras import require
 from octile.options import Positional, Section
 from octile.serve.engine.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig, window_of
 from octile.serve.http.config import Limits, check_key
+from octile.serve.http.tls import TlsFiles
 from octile.serve.newest_run import newest_run
 from octile.signals import importing
 from octile.torchrun import count_ranks
@@ -30,6 +31,8 @@ class Options:
             generation_config.json; openai: they get OpenAI's, temperature 1 and all tokens.
         api_key: a key that clients must send; can be given several times. Other users of this machine can see it, but
             not one in the environment variable OCTILE_API_KEY.
+        ssl_certfile: the certificate for HTTPS, a file in PEM, with those that lead to one that clients know after it.
+        ssl_keyfile: its private key, a file in PEM without a password.
         weights_key: a key with which a client can have the server go on with other weights; none can if it is not
             given. As api_key it can be given by an environment variable, OCTILE_WEIGHTS_KEY.
         device: auto uses a GPU if there is one.
@@ -46,6 +49,8 @@ class Options:
     model_name: str | None = None
     sampling_defaults: Literal["model", "openai"] = "model"
     api_key: tuple[str, ...] = ()
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
     weights_key: str | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     limits: Limits = field(default_factory=Limits)
@@ -62,6 +67,11 @@ class Options:
                 "ranks prefill and decode"
             )
         window_of(self.engine, self.parallel)  # refuses what would have no effect
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            given, missing = (
+                ("ssl_keyfile", "ssl_certfile") if self.ssl_certfile is None else ("ssl_certfile", "ssl_keyfile")
+            )
+            raise ValueError(f"{missing} is needed, too, with {given}")
         if not all(self.api_key) or self.model_name == "":
             raise ValueError(f"{'model_name' if self.model_name == '' else 'api_key'} must not be empty")
         for key in self.api_key:
@@ -77,7 +87,7 @@ PACKAGES = "fastapi", "uvicorn", "prometheus_client"  # of the extra `serve`, wh
 
 SECTIONS = (
     Section("model", ("run", "device", "model_name", "sampling_defaults")),
-    Section("address and clients", ("host", "port", "api_key"), ("weights_key",)),
+    Section("address and clients", ("host", "port", "api_key"), ("ssl_certfile", "ssl_keyfile", "weights_key")),
     Section("limits of the server", ("limits.in_flight", "limits.new_tokens"), ("limits",)),
     Section("steps", ("engine.max_batch", "engine.max_step_tokens", "engine.n_drafts"), ("engine",)),
     Section("cache of keys and values", ("cache.format", "cache.gib")),
@@ -90,8 +100,8 @@ def run(options: Options) -> None:
 
     Raises:
         ImportError: a package of the extra `serve` is missing.
-        ValueError: torchrun has started another number of ranks; or as for `octile.serve.http.serve_folder.serve`,
-            which raises the other exceptions, too.
+        ValueError: torchrun has started another number of ranks; the certificate or its key cannot be used; or as for
+            `octile.serve.http.serve_folder.serve`, which raises the other exceptions, too.
     """
     _check_ranks(options.parallel.ep)
     check_key("OCTILE_API_KEY", os.environ.get("OCTILE_API_KEY", ""))
@@ -99,6 +109,10 @@ def run(options: Options) -> None:
     if weights_key is not None:
         check_key("OCTILE_WEIGHTS_KEY", weights_key)
         _check_updates("OCTILE_WEIGHTS_KEY", weights_key, options)
+    tls = None
+    if options.ssl_certfile is not None and options.ssl_keyfile is not None:
+        tls = TlsFiles(options.ssl_certfile, options.ssl_keyfile)
+        tls.context()  # raises before anything is loaded
     require(*PACKAGES, extra="serve")
     path = options.run or newest_run()
     name = options.model_name or path.resolve().name
@@ -110,7 +124,7 @@ def run(options: Options) -> None:
     device = pick_own_device(options.device)
     serve(
         path, name, options.host, options.port, keys, device, options.limits, options.engine, options.cache,
-        options.parallel, options.processes, options.sampling_defaults == "model", weights_key,
+        options.parallel, options.processes, options.sampling_defaults == "model", weights_key, tls,
     )  # fmt: skip
 
 

@@ -11,6 +11,9 @@
 of what was written before. A handler finds `abort` in its scope's state. It ends the connection at once and discards
 what the client has not read.
 
+With TLS asyncio encrypts. It ends both sides of a connection together, so that a client that ends its side is gone, and
+holds up to 64 KiB that the system has not taken.
+
 Source: RFC 9112, sections 2.3 (versions), 6.3 (length of a body) and 9.6 (closing).
 """
 
@@ -57,8 +60,9 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # noqa: D102
         self._system = transport
         super().connection_made(cast("asyncio.Transport", _Transport(transport, self)))
-        transport.set_write_buffer_limits(0)
-        self.app_state: dict[str, Any] = {**self.app_state, "abort": transport.abort}
+        # TLS holds what the system does not take, and waits at once if it may hold nothing
+        transport.set_write_buffer_limits(1 if self._is_tls() else 0, 0)
+        self.app_state: dict[str, Any] = {**self.app_state, "abort": self._abort}
         self._time_head()
 
     def data_received(self, data: bytes) -> None:  # noqa: D102
@@ -72,11 +76,11 @@ class Connection(H11Protocol):
         self._has_ended = True
         if self.is_closing:  # the client has read the answer
             self._system.close()
-        elif self._is_answering():
+        elif self._is_answering() and not self._is_tls():  # which asyncio ends on both sides
             self._probe()
         else:
             self.close()
-        return True
+        return not self._is_tls()
 
     def on_response_complete(self) -> None:
         """Go on with the next request, unless the client has sent its last one."""
@@ -121,6 +125,14 @@ class Connection(H11Protocol):
 
         await self._inner(scope, receive, send_closing)
 
+    def _abort(self) -> None:
+        """End the connection, and have uvicorn know it now: the transport tells later, with TLS after two callbacks."""
+        self._system.abort()
+        self.cycle.disconnected = True
+
+    def _is_tls(self) -> bool:
+        return self._system.get_extra_info("sslcontext") is not None
+
     def _is_answering(self) -> bool:
         """Whether a request is complete and its answer is not."""
         return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
@@ -141,8 +153,9 @@ class Connection(H11Protocol):
         if self._has_ended or self.conn.their_state not in {h11.SEND_BODY, h11.ERROR}:
             self._system.close()
             return
-        with suppress(OSError):  # the client has closed the connection
-            self._system.write_eof()
+        if self._system.can_write_eof():  # TLS cannot; the client closes after the answer, which says so
+            with suppress(OSError):  # the client has closed the connection
+                self._system.write_eof()
         self._system.resume_reading()
 
     def _probe(self, seconds: float = PROBE_SECONDS[0]) -> None:

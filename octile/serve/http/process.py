@@ -57,7 +57,7 @@ class HttpProcess:
             start: what is served.
 
         Raises:
-            ValueError: another server listens there.
+            ValueError: another server listens there, or the files for TLS have changed.
             ProcessEndedError: the process has ended.
         """
         with suppress(OSError):  # it has ended

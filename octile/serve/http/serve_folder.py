@@ -21,6 +21,7 @@ from octile.serve.http.address import bind, url_of
 from octile.serve.http.chat import ChatTemplate
 from octile.serve.http.config import Limits
 from octile.serve.http.process import HttpProcess
+from octile.serve.http.tls import TlsFiles
 from octile.serve.http.worker import Start
 from octile.serve.process.server import StepEngine
 from octile.serve.process.signals import freeze_loaded, signals_ignored
@@ -47,6 +48,7 @@ def serve(
     processes: ProcessesConfig,
     has_model_defaults: bool,
     weights_key: str | None = None,
+    tls: TlsFiles | None = None,
 ) -> None:
     """Serve a folder; see `octile.cli.Serve` for the arguments. The address is bound before the weights are read.
 
@@ -68,7 +70,7 @@ def serve(
         folder.check_parallel(parallel, engine.batch_invariant)
         chat = ChatTemplate.load(folder.path, folder.tokenizer)
         with ExitStack() as stack:
-            address = ranks.from_first_only(lambda: _Address.bind(host, port, stack))
+            address = ranks.from_first_only(lambda: _Address.bind(host, port, tls, stack))
             if processes.prefill:
                 where = f"{device} by processes, {processes.prefill} for prefill and {processes.decode} for decoding"
             else:
@@ -103,7 +105,7 @@ def serve(
                 where += f", each {'group ' if parallel.tp > 1 else ''}with this cache"
             assert address is not None  # on rank 0
             defaults = folder.generation.sampling if has_model_defaults else {}
-            _answer(address, folder, name, host, api_keys, limits, loaded, where, chat, defaults, weights_key)
+            _answer(address, folder, name, host, api_keys, limits, loaded, where, chat, defaults, weights_key, tls)
     except Exception as error:
         if (explained := explain(error)) is not error:
             raise explained from error
@@ -118,10 +120,11 @@ class _Address(NamedTuple):
     http: HttpProcess
 
     @classmethod
-    def bind(cls, host: str, port: int, stack: ExitStack) -> _Address:
+    def bind(cls, host: str, port: int, tls: TlsFiles | None, stack: ExitStack) -> _Address:
         """Bind an address and start the process, which the stack ends."""
         with bind(host, port) as bound:
-            url, is_local = url_of(bound), ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
+            url = url_of(bound, tls is not None)
+            is_local = ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
             http = HttpProcess(bound)
         stack.callback(http.close)
         return cls(url, is_local, http)
@@ -154,6 +157,7 @@ def _answer(
     chat: ChatTemplate,
     defaults: Mapping[str, Any],
     weights_key: str | None,
+    tls: TlsFiles | None,
 ) -> None:
     """Answer requests until a signal comes, and end the other ranks and processes."""
     url = address.url
@@ -173,7 +177,7 @@ def _answer(
     freeze_loaded()
     try:
         served = Start(
-            folder.path, vocab_size, loaded.context, stats, name, limits, defaults, api_keys, hosts, weights_key
+            folder.path, vocab_size, loaded.context, stats, name, limits, defaults, api_keys, hosts, weights_key, tls
         )
         address.http.listen(served)
         announcement = f"try it at {url}, or with OpenAI's client: base_url {url}/v1, model {name}"

@@ -6,15 +6,17 @@ import asyncio
 import math
 import resource
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import uvicorn
 
 from octile.serve.http.address import listen
 from octile.serve.http.app import create_app
-from octile.serve.http.config import WRITE_SECONDS
+from octile.serve.http.config import HEAD_SECONDS, WRITE_SECONDS
 from octile.serve.http.connection import Connection
 from octile.serve.http.service import Service
 from octile.text import format_count
@@ -32,6 +34,7 @@ class Server(uvicorn.Server):
     Args:
         service: the model.
         api_keys, hosts, weights_key: as in `create_app`.
+        tls: context for HTTPS; None: HTTP is served.
     """
 
     def __init__(
@@ -40,8 +43,9 @@ class Server(uvicorn.Server):
         api_keys: tuple[str, ...] = (),
         hosts: tuple[str, ...] | None = None,
         weights_key: str | None = None,
+        tls: ssl.SSLContext | None = None,
     ):
-        self.service = service
+        self.service, self._tls = service, tls
         self._loop: asyncio.AbstractEventLoop | None = None
         self._was_cut_off = False
         super().__init__(
@@ -85,7 +89,7 @@ class Server(uvicorn.Server):
             listen(bound)
         await super().startup([])
         limit, connections = max_connections(allow_files()), self.server_state.connections
-        self.servers = [Listener(bound, self._connect, connections, limit) for bound in sockets or ()]  # type: ignore[misc]
+        self.servers = [Listener(bound, self._connect, connections, limit, self._tls) for bound in sockets or ()]  # type: ignore[misc]
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Answer the requests in flight, for as long as the limits say, and end."""
@@ -132,17 +136,26 @@ class Listener:
         connect: makes the protocol of a connection.
         connections: those that are open.
         limit: how many there may be.
+        tls: context for HTTPS; None: HTTP is served.
 
     Attributes:
         sockets: the socket, as `asyncio.Server` has it.
     """
 
     def __init__(
-        self, listening: socket.socket, connect: Callable[[], Connection], connections: Collection[object], limit: int
+        self,
+        listening: socket.socket,
+        connect: Callable[[], Connection],
+        connections: Collection[object],
+        limit: int,
+        tls: ssl.SSLContext | None = None,
     ):
         self.sockets = (listening,)
         self._listening, self._connect, self._connections, self._limit = listening, connect, connections, limit
         self._loop = asyncio.get_running_loop()
+        self._tls: dict[str, Any] = {}
+        if tls is not None:
+            self._tls = {"ssl": tls, "ssl_handshake_timeout": HEAD_SECONDS, "ssl_shutdown_timeout": WRITE_SECONDS}
         self._later: asyncio.TimerHandle | None = None
         self._printed = -math.inf
         self._starting = set[asyncio.Task[None]]()  # connections that are accepted and not open yet
@@ -153,6 +166,9 @@ class Listener:
         """Accept no more connections."""
         if self._later is not None:
             self._later.cancel()
+        if self._tls:
+            for task in self._starting:  # its handshake could take longer than the server lives
+                task.cancel()
         self._loop.remove_reader(self._listening)
 
     async def wait_closed(self) -> None:
@@ -177,8 +193,8 @@ class Listener:
 
     async def _start(self, accepted: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(self._connect, accepted)
-        except OSError:  # the client has reset it
+            await self._loop.connect_accepted_socket(self._connect, accepted, **self._tls)
+        except OSError:  # the client has reset it, or its handshake has failed
             accepted.close()
 
     def _wait(self, seconds: float, why: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from octile.serve.engine.stats import Stats
 from octile.serve.http.address import listen
 from octile.serve.http.config import Limits
+from octile.serve.http.tls import TlsFiles
 from octile.serve.process.messages import Failed
 from octile.serve.process.signals import signals_ignored
 
@@ -25,6 +26,7 @@ class Start(NamedTuple):
         stats: counts of the engine.
         name, limits, defaults: arguments of `Service`.
         api_keys, hosts, weights_key: arguments of `Server`.
+        tls: files for HTTPS; None: HTTP is served.
     """
 
     folder: Path
@@ -37,6 +39,7 @@ class Start(NamedTuple):
     api_keys: tuple[str, ...]
     hosts: tuple[str, ...] | None
     weights_key: str | None = None
+    tls: TlsFiles | None = None
 
 
 class Listening(NamedTuple):
@@ -64,10 +67,11 @@ def answer(connection: Connection, bound: socket.socket) -> None:
     service = Service(
         engine, tokenizer, start.vocab_size, start.context, chat, start.limits, start.name, start.defaults
     )
-    server = Server(service, start.api_keys, start.hosts, start.weights_key)
-    engine.on_drain = server.drain
-    freeze_loaded()
     try:
+        tls = start.tls.context() if start.tls else None
+        server = Server(service, start.api_keys, start.hosts, start.weights_key, tls)
+        engine.on_drain = server.drain
+        freeze_loaded()
         listen(bound)
     except ValueError as error:
         connection.send(Failed(error))

@@ -21,6 +21,8 @@ from octile.serve.http.server import Server
 from octile.serve.http.service import Service
 from tests.serve.fake_engine import FakeEngine, Pair
 
+SHORT_DRAIN = Limits(drain=1.0)
+
 
 class Served:
     """A running server, its engine and its address."""
@@ -35,9 +37,10 @@ class Served:
         defaults=None,
         weights_key=None,
         updates=None,
+        tls=None,
     ):
         self.engine, bound = engine, bind("127.0.0.1", 0)
-        self.url = url_of(bound)
+        self.url = url_of(bound, tls is not None)
         self.pair = Pair(engine, updates)
         self.service = Service(
             self.pair.client,
@@ -49,7 +52,7 @@ class Served:
             "micro",
             defaults,
         )
-        self.server = Server(self.service, api_keys, hosts, weights_key)
+        self.server = Server(self.service, api_keys, hosts, weights_key, tls and tls.context())
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._run, args=(bound,))
         self.thread.start()
@@ -137,8 +140,9 @@ def serve(tokenizer):
     """Start a server with an engine, limits, keys and a chat template; it is stopped at the end of the test."""
     started: list[Served] = []
 
-    def start(limits=Limits(drain=1.0), api_keys=(), template=None, hosts=None, defaults=None, **engine) -> Served:  # noqa: B008
-        started.append(Served(FakeEngine(tokenizer, **engine), limits, api_keys, template, hosts, defaults))
+    def start(limits=SHORT_DRAIN, api_keys=(), template=None, hosts=None, defaults=None, tls=None, **engine) -> Served:
+        made = FakeEngine(tokenizer, **engine)
+        started.append(Served(made, limits, api_keys, template, hosts, defaults, tls=tls))
         return started[-1]
 
     yield start

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ from octile.serve.engine.request import Sampling
 from octile.serve.weights.load import Folder
 from octile.tokenizer import Tokenizer
 from tests.forked_command import ForkedCommand
+from tests.serve.http.certificates import make_certificate
 
 
 def arguments(folder: Path, *options: str) -> list[str]:
@@ -174,6 +176,12 @@ def test_sigterm_lets_a_stream_end_and_then_the_process(client, process):
             ["--weights-key", "a", "--processes.prefill", "1", "--processes.decode", "1"],
             "--weights-key must not be given with --processes.prefill: only the weights of one process can be updated",
         ),
+        (["--ssl-certfile", "a.crt"], "--ssl-keyfile is needed, too, with --ssl-certfile"),
+        (["--ssl-keyfile", "a.key"], "--ssl-certfile is needed, too, with --ssl-keyfile"),
+        (
+            ["--ssl-certfile", "none.crt", "--ssl-keyfile", "none.key"],
+            "--ssl-certfile 'none.crt' cannot be read: No such file or directory",
+        ),
         (["--engine.n-drafts", "8"], "--engine.n-drafts must be at most 7, not 8"),
         (["--limits.in-flight", "0"], "--limits.in-flight must be at least 1, not 0"),
         (
@@ -189,7 +197,19 @@ def test_sigterm_lets_a_stream_end_and_then_the_process(client, process):
             "--engine.expert-window must be at least 8, not 0, with --parallel.redundant-experts",
         ),
     ],
-    ids=["key", "key of clients", "key and processes", "drafts", "in flight", "one kind of process", "ranks", "window"],
+    ids=[
+        "key",
+        "key of clients",
+        "key and processes",
+        "no key of TLS",
+        "no certificate",
+        "no file",
+        "drafts",
+        "in flight",
+        "one kind of process",
+        "ranks",
+        "window",
+    ],
 )
 def test_wrong_options_are_refused_in_one_line(folder, options, message):
     server = start(folder, *options)
@@ -197,6 +217,23 @@ def test_wrong_options_are_refused_in_one_line(folder, options, message):
     assert server.returncode == 2
     (line,) = error.splitlines()
     assert message in line
+
+
+def test_it_serves_https_at_the_address_that_it_prints(folder, tmp_path):
+    files = make_certificate(tmp_path, "server")
+    server = start(folder, "--ssl-certfile", str(files.certfile), "--ssl-keyfile", str(files.keyfile))
+    try:
+        lines = "".join(server.stdout.readline() for _ in range(3))
+        url = re.search(r"try it at (https://\S+), .* base_url (\S+)/v1,", lines)
+        assert url[1] == url[2]
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.load_verify_locations(files.certfile)
+        with openai.OpenAI(base_url=f"{url[1]}/v1", api_key="any", http_client=httpx.Client(verify=context)) as client:
+            chunks = list(client.completions.create(model="micro", prompt="def f", max_tokens=5, stream=True))
+        assert chunks[-1].choices[0].finish_reason
+    finally:
+        server.kill()
+        server.communicate()
 
 
 def test_an_address_that_this_machine_has_not_is_refused_in_one_line(folder, monkeypatch):
