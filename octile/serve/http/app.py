@@ -18,6 +18,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octile.serve.http.config import WRITE_SECONDS
@@ -63,6 +64,24 @@ def create_app(
     app.add_middleware(_CountResponses, service=service)
     app.add_middleware(_TimeLimit, seconds=service.limits.seconds)
     return app
+
+
+def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Let browsers show the application's answers, also its errors, to scripts of other origins.
+
+    Args:
+        app: the application.
+        origins: those that are allowed, as browsers send them; "*" is any.
+
+    Source: the Fetch standard, "CORS protocol".
+    """
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=(*READ, "POST"),
+        allow_headers=("*",),  # OpenAI's client sends a dozen
+        expose_headers=("Retry-After", *NEVER_RETRY),
+    )
 
 
 def _open_paths(service: Service) -> APIRouter:

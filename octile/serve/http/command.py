@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from octile.extras import require
 from octile.options import Positional, Section
 from octile.serve.engine.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig, window_of
-from octile.serve.http.config import Limits, check_key
+from octile.serve.http.config import Limits, check_key, check_origin
 from octile.serve.http.tls import TlsFiles
 from octile.serve.newest_run import newest_run
 from octile.signals import importing
@@ -31,6 +31,8 @@ class Options:
             generation_config.json; openai: they get OpenAI's, temperature 1 and all tokens.
         api_key: a key that clients must send; can be given several times. Other users of this machine can see it, but
             not one in the environment variable OCTILE_API_KEY.
+        allowed_origins: an origin, such as https://chat.example.org, whose scripts browsers let read answers; can be
+            given several times, and * is any; none is if not given.
         ssl_certfile: the certificate for HTTPS, a file in PEM, with those that lead to one that clients know after it.
         ssl_keyfile: its private key, a file in PEM without a password.
         weights_key: a key with which a client can have the server go on with other weights; none can if it is not
@@ -49,6 +51,7 @@ class Options:
     model_name: str | None = None
     sampling_defaults: Literal["model", "openai"] = "model"
     api_key: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     weights_key: str | None = None
@@ -76,6 +79,8 @@ class Options:
             raise ValueError(f"{'model_name' if self.model_name == '' else 'api_key'} must not be empty")
         for key in self.api_key:
             check_key("api_key", key)
+        for origin in self.allowed_origins:
+            check_origin("allowed_origins", origin)
         if self.weights_key is not None:
             if not self.weights_key:
                 raise ValueError("weights_key must not be empty")
@@ -87,7 +92,11 @@ PACKAGES = "fastapi", "uvicorn", "prometheus_client"  # of the extra `serve`, wh
 
 SECTIONS = (
     Section("model", ("run", "device", "model_name", "sampling_defaults")),
-    Section("address and clients", ("host", "port", "api_key"), ("ssl_certfile", "ssl_keyfile", "weights_key")),
+    Section(
+        "address and clients",
+        ("host", "port", "api_key"),
+        ("weights_key", "ssl_certfile", "ssl_keyfile", "allowed_origins"),
+    ),
     Section("limits of the server", ("limits.in_flight", "limits.new_tokens"), ("limits",)),
     Section("steps", ("engine.max_batch", "engine.max_step_tokens", "engine.n_drafts"), ("engine",)),
     Section("cache of keys and values", ("cache.format", "cache.gib")),
@@ -125,6 +134,7 @@ def run(options: Options) -> None:
     serve(
         path, name, options.host, options.port, keys, device, options.limits, options.engine, options.cache,
         options.parallel, options.processes, options.sampling_defaults == "model", weights_key, tls,
+        options.allowed_origins,
     )  # fmt: skip
 
 

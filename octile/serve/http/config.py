@@ -1,10 +1,11 @@
-"""What a server takes at most, for how long, and which keys it can have.
+"""What a server takes at most, for how long, and which keys and origins it can have.
 
 This module imports no package of the extra `serve`.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -39,6 +40,26 @@ class Limits:
 
     def __post_init__(self) -> None:
         check_fields(self, "limits.")
+
+
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]*)?")
+DEFAULT_PORTS = {"http": "80", "https": "443"}  # which browsers leave out
+
+
+def check_origin(name: str, origin: str) -> None:
+    """Refuse an origin that no browser would send.
+
+    Raises:
+        ValueError: it is one.
+    """
+    if origin == "*":
+        return
+    if not ORIGIN.fullmatch(origin):
+        why = "SCHEME://HOST or SCHEME://HOST:PORT in lower case, without a path"
+        raise ValueError(f"{name} must be * or an origin as browsers send it, {why}, not {origin!r}")
+    port = DEFAULT_PORTS.get(origin.partition(":")[0])
+    if port and origin.endswith(f":{port}"):
+        raise ValueError(f"{name} must leave out the default port :{port}, as browsers do, not {origin!r}")
 
 
 def check_key(name: str, key: str) -> None:

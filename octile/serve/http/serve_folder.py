@@ -49,6 +49,7 @@ def serve(
     has_model_defaults: bool,
     weights_key: str | None = None,
     tls: TlsFiles | None = None,
+    origins: tuple[str, ...] = (),
 ) -> None:
     """Serve a folder; see `octile.cli.Serve` for the arguments. The address is bound before the weights are read.
 
@@ -105,7 +106,9 @@ def serve(
                 where += f", each {'group ' if parallel.tp > 1 else ''}with this cache"
             assert address is not None  # on rank 0
             defaults = folder.generation.sampling if has_model_defaults else {}
-            _answer(address, folder, name, host, api_keys, limits, loaded, where, chat, defaults, weights_key, tls)
+            _answer(
+                address, folder, name, host, api_keys, limits, loaded, where, chat, defaults, weights_key, tls, origins
+            )
     except Exception as error:
         if (explained := explain(error)) is not error:
             raise explained from error
@@ -158,6 +161,7 @@ def _answer(
     defaults: Mapping[str, Any],
     weights_key: str | None,
     tls: TlsFiles | None,
+    origins: tuple[str, ...],
 ) -> None:
     """Answer requests until a signal comes, and end the other ranks and processes."""
     url = address.url
@@ -177,7 +181,18 @@ def _answer(
     freeze_loaded()
     try:
         served = Start(
-            folder.path, vocab_size, loaded.context, stats, name, limits, defaults, api_keys, hosts, weights_key, tls
+            folder.path,
+            vocab_size,
+            loaded.context,
+            stats,
+            name,
+            limits,
+            defaults,
+            api_keys,
+            hosts,
+            weights_key,
+            tls,
+            origins,
         )
         address.http.listen(served)
         announcement = f"try it at {url}, or with OpenAI's client: base_url {url}/v1, model {name}"

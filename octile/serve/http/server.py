@@ -13,9 +13,10 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from octile.serve.http.address import listen
-from octile.serve.http.app import create_app
+from octile.serve.http.app import allow_origins, create_app
 from octile.serve.http.config import HEAD_SECONDS, WRITE_SECONDS
 from octile.serve.http.connection import Connection
 from octile.serve.http.service import Service
@@ -35,6 +36,7 @@ class Server(uvicorn.Server):
         service: the model.
         api_keys, hosts, weights_key: as in `create_app`.
         tls: context for HTTPS; None: HTTP is served.
+        origins: as in `allow_origins`; none is allowed if there are none.
     """
 
     def __init__(
@@ -44,13 +46,15 @@ class Server(uvicorn.Server):
         hosts: tuple[str, ...] | None = None,
         weights_key: str | None = None,
         tls: ssl.SSLContext | None = None,
+        origins: tuple[str, ...] = (),
     ):
         self.service, self._tls = service, tls
         self._loop: asyncio.AbstractEventLoop | None = None
         self._was_cut_off = False
+        app: ASGIApp = create_app(service, api_keys, hosts, weights_key)
         super().__init__(
             uvicorn.Config(
-                create_app(service, api_keys, hosts, weights_key),
+                allow_origins(app, origins) if origins else app,
                 http=Connection,
                 ws="none",
                 lifespan="on",

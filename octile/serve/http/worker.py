@@ -27,6 +27,7 @@ class Start(NamedTuple):
         name, limits, defaults: arguments of `Service`.
         api_keys, hosts, weights_key: arguments of `Server`.
         tls: files for HTTPS; None: HTTP is served.
+        origins: argument of `Server`.
     """
 
     folder: Path
@@ -40,6 +41,7 @@ class Start(NamedTuple):
     hosts: tuple[str, ...] | None
     weights_key: str | None = None
     tls: TlsFiles | None = None
+    origins: tuple[str, ...] = ()
 
 
 class Listening(NamedTuple):
@@ -69,7 +71,7 @@ def answer(connection: Connection, bound: socket.socket) -> None:
     )
     try:
         tls = start.tls.context() if start.tls else None
-        server = Server(service, start.api_keys, start.hosts, start.weights_key, tls)
+        server = Server(service, start.api_keys, start.hosts, start.weights_key, tls, start.origins)
         engine.on_drain = server.drain
         freeze_loaded()
         listen(bound)

@@ -38,6 +38,7 @@ class Served:
         weights_key=None,
         updates=None,
         tls=None,
+        origins=(),
     ):
         self.engine, bound = engine, bind("127.0.0.1", 0)
         self.url = url_of(bound, tls is not None)
@@ -52,7 +53,7 @@ class Served:
             "micro",
             defaults,
         )
-        self.server = Server(self.service, api_keys, hosts, weights_key, tls and tls.context())
+        self.server = Server(self.service, api_keys, hosts, weights_key, tls and tls.context(), origins)
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._run, args=(bound,))
         self.thread.start()
@@ -140,9 +141,11 @@ def serve(tokenizer):
     """Start a server with an engine, limits, keys and a chat template; it is stopped at the end of the test."""
     started: list[Served] = []
 
-    def start(limits=SHORT_DRAIN, api_keys=(), template=None, hosts=None, defaults=None, tls=None, **engine) -> Served:
+    def start(
+        limits=SHORT_DRAIN, api_keys=(), template=None, hosts=None, defaults=None, tls=None, origins=(), **engine
+    ) -> Served:
         made = FakeEngine(tokenizer, **engine)
-        started.append(Served(made, limits, api_keys, template, hosts, defaults, tls=tls))
+        started.append(Served(made, limits, api_keys, template, hosts, defaults, tls=tls, origins=origins))
         return started[-1]
 
     yield start

@@ -182,6 +182,10 @@ def test_sigterm_lets_a_stream_end_and_then_the_process(client, process):
             ["--ssl-certfile", "none.crt", "--ssl-keyfile", "none.key"],
             "--ssl-certfile 'none.crt' cannot be read: No such file or directory",
         ),
+        (
+            ["--allowed-origins", "https://a.example/"],
+            "--allowed-origins must be * or an origin as browsers send it, SCHEME://HOST or SCHEME://HOST:PORT",
+        ),
         (["--engine.n-drafts", "8"], "--engine.n-drafts must be at most 7, not 8"),
         (["--limits.in-flight", "0"], "--limits.in-flight must be at least 1, not 0"),
         (
@@ -204,6 +208,7 @@ def test_sigterm_lets_a_stream_end_and_then_the_process(client, process):
         "no key of TLS",
         "no certificate",
         "no file",
+        "origin",
         "drafts",
         "in flight",
         "one kind of process",
