@@ -21,13 +21,16 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from octile import __version__
 from octile.serve.http.config import WRITE_SECONDS
 from octile.serve.http.responses import NEVER_RETRY, ApiError
 from octile.serve.http.service import Service
 
+METHOD_NOT_ALLOWED = 405
 READ = ["GET", "HEAD"]  # monitors ask with HEAD
 UPDATES = {"/update_weights_from_disk", "/update_weights_from_tensor"}  # SGLang's names
-COUNTED_PATHS = {"/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions", *UPDATES}
+OPEN_PATHS = {"/", "/health", "/ping", "/load", "/version", "/metrics"}
+COUNTED_PATHS = {*OPEN_PATHS, "/v1/models", "/v1/completions", "/v1/chat/completions", *UPDATES}
 
 
 def create_app(
@@ -94,9 +97,18 @@ def _open_paths(service: Service) -> APIRouter:
         return HTMLResponse(page, headers=headers)
 
     @router.api_route("/health", methods=READ)
+    @router.api_route("/ping", methods=[*READ, "POST"])  # SageMaker's name; vLLM answers POST, too
     async def health() -> Response:
         why = service.why_closed() or service.why_hung()
         return JSONResponse({"status": why or "ok"}, 503 if why else 200)
+
+    @router.api_route("/load", methods=READ)
+    async def load() -> dict[str, int]:
+        return {"server_load": service.in_flight}
+
+    @router.api_route("/version", methods=READ)
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
 
     @router.api_route("/metrics", methods=READ)
     async def metrics() -> Response:
@@ -108,11 +120,11 @@ def _open_paths(service: Service) -> APIRouter:
 def _v1(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/models")
+    @router.api_route("/models", methods=READ)
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_describe(service)]}
 
-    @router.get("/models/{name:path}")
+    @router.api_route("/models/{name:path}", methods=READ)
     async def model(name: str) -> dict[str, Any]:
         service.check_model(name)
         return _describe(service)
@@ -233,8 +245,10 @@ async def _defect(_: Request, error: Exception) -> Response:
     return ApiError(500, "the server has a defect, which its log shows", headers=NEVER_RETRY).response()
 
 
-async def _http_error(_: Request, error: HTTPException) -> Response:
-    """An error of the router, such as an unknown path, in OpenAI's format."""
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    """An error of the router, such as an unknown path, in OpenAI's format; or the methods of a path, for OPTIONS."""
+    if request.method == "OPTIONS" and error.status_code == METHOD_NOT_ALLOWED:
+        return Response(status_code=204, headers={"allow": ", ".join([(error.headers or {})["Allow"], "OPTIONS"])})
     return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
 
 

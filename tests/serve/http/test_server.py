@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+import octile
 from octile.serve.http import service
 from octile.serve.http.config import Limits
 from octile.serve.http.server import max_connections
@@ -96,10 +97,51 @@ def test_the_first_step_may_take_longer(serve, monkeypatch):
     asking.result()
 
 
-@pytest.mark.parametrize("path", ["", "health", "metrics"])
+@pytest.mark.parametrize("path", ["", "health", "ping", "load", "version", "metrics", "v1/models", "v1/models/micro"])
 def test_monitors_may_ask_with_head(served, path):
     response = httpx.head(f"{served.url}/{path}")
     assert (response.status_code, response.content) == (200, b"")
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("health", {"GET", "HEAD", "OPTIONS"}),
+        ("v1/models", {"GET", "HEAD", "OPTIONS"}),
+        ("ping", {"GET", "HEAD", "POST", "OPTIONS"}),
+        ("v1/completions", {"POST", "OPTIONS"}),
+        ("update_weights_from_disk", {"POST", "OPTIONS"}),
+    ],
+)
+def test_options_has_the_methods_of_a_path(served, path, methods):
+    response = httpx.options(f"{served.url}/{path}")
+    assert (response.status_code, response.content) == (204, b"")
+    assert set(response.headers["allow"].split(", ")) == methods
+
+
+def test_options_of_a_path_that_does_not_exist_is_an_error(served):
+    assert httpx.options(f"{served.url}/none").status_code == 404
+
+
+def test_the_version_is_that_of_the_package(served):
+    assert httpx.get(f"{served.url}/version").json() == {"version": octile.__version__}
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_ping_is_answered_as_health_is(served, method, monkeypatch):
+    assert httpx.request(method, f"{served.url}/ping").status_code == 200
+    monkeypatch.setattr(served.service, "why_hung", lambda: "the engine hangs")
+    assert httpx.request(method, f"{served.url}/ping").status_code == 503
+
+
+def test_the_load_is_that_of_choices_in_flight(serve):
+    served = serve(step_seconds=0.01)
+    assert httpx.get(f"{served.url}/load").json() == {"server_load": 0}
+    body = {"model": "micro", "prompt": "a", "max_tokens": 4000, "n": 3, "stream": True}
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body):
+        assert httpx.get(f"{served.url}/load").json() == {"server_load": 3}
+    wait_until(served.is_idle)
+    assert httpx.get(f"{served.url}/load").json() == {"server_load": 0}
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
