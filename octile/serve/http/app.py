@@ -26,7 +26,7 @@ from octile.serve.http.config import WRITE_SECONDS
 from octile.serve.http.responses import NEVER_RETRY, ApiError
 from octile.serve.http.service import Service
 
-METHOD_NOT_ALLOWED = 405
+METHOD_NOT_ALLOWED, INTERNAL_ERROR = 405, 500
 READ = ["GET", "HEAD"]  # monitors ask with HEAD
 UPDATES = {"/update_weights_from_disk", "/update_weights_from_tensor"}  # SGLang's names
 OPEN_PATHS = {"/", "/health", "/ping", "/load", "/version", "/metrics"}
@@ -54,10 +54,16 @@ def create_app(
         yield
         await service.engine.stop()
 
+    async def report_defect(request: Request, _: Exception) -> Response:
+        """The response to a request that raised what it should not; uvicorn prints the traceback."""
+        _count(service, request.url.path, INTERNAL_ERROR)  # Starlette responds outside of all middleware
+        message = "the server has a defect, which its log shows"
+        return ApiError(INTERNAL_ERROR, message, headers=NEVER_RETRY).response()
+
     app = FastAPI(title="octile", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.add_exception_handler(ApiError, _api_error)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _http_error)  # type: ignore[arg-type]
-    app.add_exception_handler(Exception, _defect)
+    app.add_exception_handler(Exception, report_defect)
     app.include_router(_open_paths(service))
     app.include_router(_v1(service), prefix="/v1", dependencies=[Depends(_KeyCheck(api_keys))])
     check = _refuse_updates if weights_key is None else _KeyCheck([weights_key], "weights")
@@ -206,13 +212,12 @@ class _CountResponses:
     """Middleware that counts the responses of each path and status."""
 
     def __init__(self, app: ASGIApp, service: Service):
-        self._app, self._metrics = app, service.metrics
+        self._app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                path = scope["path"] if scope["path"] in COUNTED_PATHS else "other"
-                self._metrics.responded(path, message["status"])
+                _count(self._service, scope["path"], message["status"])
             await send(message)
 
         await self._app(scope, receive, counted if scope["type"] == "http" else send)
@@ -240,9 +245,8 @@ async def _api_error(_: Request, error: ApiError) -> Response:
     return error.response()
 
 
-async def _defect(_: Request, error: Exception) -> Response:
-    """The response to a request that raised what it should not; uvicorn prints the traceback."""
-    return ApiError(500, "the server has a defect, which its log shows", headers=NEVER_RETRY).response()
+def _count(service: Service, path: str, status: int) -> None:
+    service.metrics.responded(path if path in COUNTED_PATHS else "other", status)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:

@@ -43,6 +43,13 @@ def test_counts_and_times_of_requests(serve):
     assert found["octile_http_responses_total other 404"] == 1
 
 
+def test_a_response_to_a_defect_is_counted(serve, monkeypatch):
+    served = serve()
+    monkeypatch.setattr(served.service, "why_hung", lambda: 1 / 0)
+    assert httpx.get(f"{served.url}/health").status_code == 500
+    assert values(served)["octile_http_responses_total /health 500"] == 1
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_prompt_that_the_model_does_not_know_is_counted_as_a_response_alone(serve, stream):
     served = serve()
