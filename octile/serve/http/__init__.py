@@ -11,6 +11,7 @@ app.py        the paths: completions, chat completions, models, health, metrics 
 page.html     the page at /
 protocol.py   the bodies of requests, as OpenAI defines them, and what of them is not supported
 chat.py       the chat template: messages to tokens
+reasoning.py  thoughts in a text
 config.py     `Limits`: what a server takes at most, and time limits; which keys it can have
 tls.py        the certificate and key for HTTPS
 responses.py  bodies and errors in OpenAI's format, and responses that are written as fast as their client reads

@@ -3,7 +3,7 @@
 A template is jinja, as transformers has it in `tokenizer_config.json` or `chat_template.jinja`. It runs in a sandbox. A
 base model has none; it gets a plain one, and the server says so.
 
-Text of a message that spells a special token stays text: it cannot end a message or begin another.
+Text of a request that spells a special token stays text: it cannot end a message or begin another.
 """
 
 from __future__ import annotations
@@ -14,20 +14,72 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from jinja2 import Template, TemplateError
 from jinja2.ext import loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from octile.serve.http.reasoning import ends_inside
 from octile.tokenizer import Tokenizer, token_text
 from octile.validation import read_text
 
 PLAIN = """\
 {{ bos_token }}{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}
 
-{% endfor %}Assistant:"""
+{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"""
 PLAIN_STOP = ("\n\nUser:",)
+NO_VARIABLES = "chat_template", "tokenize"  # arguments of transformers' function, which renders a template
+
+
+class FieldError(ValueError):
+    """A field of a request asks for what the chat template does not do.
+
+    Args:
+        field: the field.
+        problem: what is wrong with it.
+    """
+
+    def __init__(self, field: str, problem: str):
+        super().__init__(f"{field} {problem}")
+        self.field = field
+
+
+class Json(str):
+    """JSON as a text: the filter `tojson` does not quote it again."""
+
+    __slots__ = ()
+
+
+class Rendering(NamedTuple):
+    """What a template gets besides the messages, and where the prompt ends.
+
+    Attributes:
+        tools: the functions that the model may call, as OpenAI describes them.
+        variables: further variables of the template.
+        reasoning_effort: how long the model is to think; None: not given.
+        add_generation_prompt: whether the template begins the assistant's next message.
+        continue_final_message: whether the prompt ends within the last message, which the model continues.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    variables: Mapping[str, Any] = {}
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class Prompt(NamedTuple):
+    """A rendered prompt.
+
+    Attributes:
+        tokens: its tokens.
+        is_thinking: whether it ends after a `<think>` that is not closed, so that the model's text begins as a thought.
+    """
+
+    tokens: list[int]
+    is_thinking: bool
 
 
 class ChatTemplate:
@@ -36,6 +88,7 @@ class ChatTemplate:
     Args:
         tokenizer: the tokenizer.
         source: jinja, or None for the plain template: a role, a colon and the text for each message.
+        tool_use: jinja for requests with tools, if that is another one.
 
     Attributes:
         is_plain: whether the tokenizer has no template of its own.
@@ -45,7 +98,7 @@ class ChatTemplate:
         ValueError: the template is not jinja.
     """
 
-    def __init__(self, tokenizer: Tokenizer, source: str | None):
+    def __init__(self, tokenizer: Tokenizer, source: str | None, tool_use: str | None = None):
         self.is_plain, self.stop = source is None, PLAIN_STOP if source is None else ()
         self._tokenizer = tokenizer
         self._backend = type(tokenizer.backend).from_str(tokenizer.backend.to_str())
@@ -53,7 +106,8 @@ class ChatTemplate:
         added = self._backend.get_added_tokens_decoder().values()
         names = sorted((token.content for token in added if token.special), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, names)) or r"(?!)")
-        self._template = _compile(PLAIN if source is None else source)
+        self._source = _Source(PLAIN if source is None else source)
+        self._tool_use = self._source if tool_use is None else _Source(tool_use)
 
     @classmethod
     def load(cls, folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
@@ -69,19 +123,24 @@ class ChatTemplate:
         """
         file = folder / "chat_template.jinja"
         if not file.is_file():
-            return cls(tokenizer, _of(tokenizer.config))
+            return cls(tokenizer, *_in_config(tokenizer.config))
         return cls(tokenizer, read_text(file))
 
-    def tokens(
-        self, messages: Sequence[Mapping[str, str]], check: Callable[[str], object] = lambda text: None
-    ) -> list[int]:
-        """The prompt after which the model writes the assistant's next message.
+    def prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        rendering: Rendering = Rendering(),  # noqa: B008 - it is immutable
+        check: Callable[[str], object] = lambda text: None,
+    ) -> Prompt:
+        """Render the prompt after which the model writes.
 
         Args:
-            messages: {"role", "content"} of each, and "name" and "tool_call_id" where they are given.
+            messages: {"role", "content"} of each, and what else the template knows.
+            rendering: what the template gets besides.
             check: is called with the prompt's text before the tokens are computed, and may raise.
 
         Raises:
+            FieldError: the template does not do what the request asks for.
             ValueError: the template refuses the messages, or fails.
         """
         mark, found = secrets.token_hex(8), list[str]()
@@ -90,49 +149,171 @@ class ChatTemplate:
             found.append(match[0])
             return f"{mark}{len(found) - 1:08d}"
 
-        hidden = [{key: self._special.sub(hide, text) for key, text in message.items()} for message in messages]
-        names = {key: token_text(self._tokenizer.config.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
-        try:
-            text = self._template.render(messages=hidden, add_generation_prompt=True, tools=None, **names)
-        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"the chat template refuses the messages: {error}") from None
+        source, config = self._tool_use if rendering.tools else self._source, self._tokenizer.config
+        names = {key: token_text(config.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
+        given = {
+            "messages": messages,
+            "add_generation_prompt": rendering.add_generation_prompt,
+            "tools": rendering.tools or None,
+            "documents": None,
+        }
+        variables = _chosen(rendering, source, (*given, *names))
+        last, end = "", f"{mark}end "
+        if rendering.continue_final_message:
+            *others, final = messages
+            last = final["content"]
+            given["messages"] = [*others, {**final, "content": last + end}]
+        hidden = _map_texts({**given, **variables}, lambda text: self._special.sub(hide, text))
+        text = source.render({**hidden, **names})
+        if rendering.continue_final_message:
+            text = _before(text, end)
         parts = re.split(f"{mark}([0-9]{{8}})", text)
         parts[1::2] = [found[int(part)] for part in parts[1::2]]
-        check("".join(parts))
+        whole = "".join(parts)
+        is_thinking = ends_inside(whole, last)
+        if rendering.reasoning_effort is not None and "reasoning_effort" not in variables:
+            _check_effort(rendering.reasoning_effort, is_thinking)
+        check(whole)
         # `encode` of a single text would hold the interpreter's lock, and with it every other thread
         encoded = [encoding.ids for encoding in self._backend.encode_batch_fast(parts, add_special_tokens=False)]
         encoded[1::2] = self._tokenizer.encode_batch(parts[1::2])
-        return [token for tokens in encoded for token in tokens]
+        return Prompt([token for tokens in encoded for token in tokens], is_thinking)
 
 
-def _compile(source: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return environment.from_string(source)
-    except TemplateError as error:
-        raise ValueError(f"the tokenizer's chat_template is not jinja: {error}") from None
+class _Source:
+    """A template.
+
+    Args:
+        source: jinja.
+
+    Attributes:
+        variables: names of the variables that it reads.
+
+    Raises:
+        ValueError: the source is not jinja.
+    """
+
+    def __init__(self, source: str):
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            self.variables = frozenset(find_undeclared_variables(environment.parse(source)))
+            self._template: Template = environment.from_string(source)
+        except TemplateError as error:
+            raise ValueError(f"the tokenizer's chat_template is not jinja: {error}") from None
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """Render the template; raise ValueError if it refuses the messages, or fails."""
+        try:
+            return self._template.render(variables)
+        except (
+            TemplateError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+            RecursionError,
+        ) as e:
+            raise ValueError(f"the chat template refuses the messages: {e}") from None
 
 
-def _of(config: Mapping[str, Any]) -> str | None:
-    """The template in a tokenizer's configuration: the only one, or of several named ones the default."""
-    template = config.get("chat_template")
+def _before(text: str, end: str) -> str:
+    """A rendered text up to the end of its last message, as transformers has it.
+
+    Args:
+        text: the text.
+        end: what was written after the message. Where its own last space is missing, the template trims messages.
+
+    Raises:
+        FieldError: the template does not show the message.
+    """
+    begin = text.rfind(end.rstrip())
+    if begin < 0:
+        raise FieldError("continue_final_message", "must be false: the chat template does not show the last message")
+    return text[:begin] if text.startswith(end, begin) else text[:begin].rstrip()
+
+
+def _chosen(rendering: Rendering, source: _Source, given: Sequence[str]) -> dict[str, Any]:
+    """The variables of a template that a request chooses.
+
+    Args:
+        rendering: what a request asks for.
+        source: the template.
+        given: names of the other variables.
+
+    Raises:
+        FieldError: a name is taken, or the template does not read the tools.
+    """
+    variables, effort = dict(rendering.variables), rendering.reasoning_effort
+    if rendering.tools and "tools" not in source.variables:
+        raise FieldError("tools", "must be empty: the chat template does not read them")
+    for name in (*given, *NO_VARIABLES):
+        if name in variables:
+            raise FieldError("chat_template_kwargs", f"must not have {name}: the server gives it to the template")
+    if effort is not None and "reasoning_effort" in variables:
+        raise FieldError("reasoning_effort", "must not be in chat_template_kwargs, too: give one of them")
+    if effort is not None and "reasoning_effort" in source.variables:
+        variables["reasoning_effort"] = effort
+    return variables
+
+
+def _check_effort(effort: str, is_thinking: bool) -> None:
+    """Refuse a reasoning_effort that the template does not read, unless it changes nothing.
+
+    "none" changes nothing where the template begins no thought.
+
+    Raises:
+        FieldError: it would change something.
+    """
+    if effort != "none":
+        why = f"the chat template does not read it, so {effort!r} would have no effect"
+        raise FieldError("reasoning_effort", f"must be 'none' for this model: {why}")
+    if is_thinking:
+        why = "the chat template does not read it, and begins a thought for this request"
+        raise FieldError("reasoning_effort", f"must not be 'none': {why}")
+
+
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """JSON with all of its texts changed, names of fields, too."""
+    if isinstance(value, str):
+        return type(value)(change(value))
+    if isinstance(value, Mapping):
+        return {_map_texts(key, change): _map_texts(member, change) for key, member in value.items()}
+    if isinstance(value, list | tuple):
+        return [_map_texts(member, change) for member in value]
+    return value
+
+
+def _in_config(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """The template in a tokenizer's configuration: the only one, or of several named ones the default; and tool_use."""
+    template, tool_use = config.get("chat_template"), None
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        template, tool_use = named.get("default"), named.get("tool_use")
         if template is None:
             raise ValueError(
                 f"the tokenizer's chat_template has none named default: there are {', '.join(map(str, named))}"
             )
-    if template is not None and not isinstance(template, str):
-        raise ValueError(f"the tokenizer's chat_template must be a text, not {type(template).__name__}")
-    return template
+    for text in (template, tool_use):
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"the tokenizer's chat_template must be a text, not {type(text).__name__}")
+    return template, tool_use
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter `tojson`, with the arguments of transformers'."""
+    if isinstance(value, Json):
+        return value
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> NoReturn:

@@ -18,6 +18,7 @@ from octile.serve.engine.config import InFlight
 from octile.serve.engine.request import MAX_LOGPROBS, MAX_TOP_K, Sampling
 from octile.serve.http import neutral
 from octile.serve.http.body import Body, describe_value, refuse
+from octile.serve.http.chat import Rendering
 from octile.serve.http.formats import ResponseFormat, StructuredOutputs
 from octile.serve.http.responses import ApiError
 from octile.serve.weights.source import BufferSource, FolderSource, WeightsSource
@@ -264,6 +265,13 @@ class ChatBody(Generation):
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
 
+    # for the chat template
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Any = None
+
     # accepted with the value that changes nothing
     functions: list[Any] | None = None
     function_call: Literal["none", "auto"] | None = None
@@ -272,17 +280,31 @@ class ChatBody(Generation):
     prediction: None = None
     web_search_options: None = None
     verbosity: Literal["medium"] | None = None
-    reasoning_effort: Literal["none"] | None = None
+    documents: list[Any] | None = None
 
     @model_validator(mode="after")
     def _is_a_supported_chat(self) -> Self:
         refuse(self, "tools", self.tools, "empty")
         refuse(self, "functions", self.functions, "empty")
+        refuse(self, "documents", self.documents, "empty")
+        if self.chat_template is not None:
+            raise ValueError("chat_template is not taken from a request: the model's own template is used")
+        if self.continue_final_message and self.add_generation_prompt is not False:
+            raise ValueError("continue_final_message needs add_generation_prompt false: no new message begins")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs true")
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens differ: give one of them")
         return self
+
+    def rendering(self) -> Rendering:
+        """What the chat template gets besides the messages."""
+        return Rendering(
+            variables=self.chat_template_kwargs or {},
+            reasoning_effort=self.reasoning_effort,
+            add_generation_prompt=self.add_generation_prompt is not False,
+            continue_final_message=bool(self.continue_final_message),
+        )
 
 
 class WeightsUpdate(Body):

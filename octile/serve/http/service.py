@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from octile.serve.engine.bad_words import token_sequences
 from octile.serve.engine.grammar import GrammarCompiler
 from octile.serve.engine.request import FinishReason, Output, Request, RequestFactory, Sampling
-from octile.serve.http.chat import ChatTemplate
+from octile.serve.http.chat import ChatTemplate, FieldError
 from octile.serve.http.config import BODY_SECONDS, FIRST_STEP_SECONDS, HUNG_SECONDS, Limits
 from octile.serve.http.metrics import Metrics
 from octile.serve.http.protocol import BufferUpdate, ChatBody, CompletionBody, FolderUpdate, Generation, parse
@@ -222,9 +222,12 @@ class Service:
     def _chat_completion(self, body: ChatBody) -> Job:
         try:
             messages = [message.plain() for message in body.messages]
-            prompt = self.chat.tokens(messages, lambda text: self._check_length(text, "messages"))
+            rendered = self.chat.prompt(messages, body.rendering(), lambda text: self._check_length(text, "messages"))
+        except FieldError as error:
+            raise ApiError(400, str(error), error.field) from None
         except ValueError as error:
             raise ApiError(400, str(error), "messages") from None
+        prompt = rendered.tokens
         name = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
         new_tokens = self._new_tokens(prompt, body.max_completion_tokens or body.max_tokens, name)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None

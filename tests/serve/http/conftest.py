@@ -144,7 +144,7 @@ def serve(tokenizer):
     def start(
         limits=SHORT_DRAIN, api_keys=(), template=None, hosts=None, defaults=None, tls=None, origins=(), **engine
     ) -> Served:
-        made = FakeEngine(tokenizer, **engine)
+        made = FakeEngine(**{"tokenizer": tokenizer, **engine})
         started.append(Served(made, limits, api_keys, template, hosts, defaults, tls=tls, origins=origins))
         return started[-1]
 

@@ -6,9 +6,10 @@ import time
 
 import pytest
 
-from octile.serve.http.chat import PLAIN_STOP, ChatTemplate
+from octile.serve.http.chat import PLAIN_STOP, ChatTemplate, FieldError, Rendering
 from octile.serve.http.protocol import ChatBody, Message
 from octile.tokenizer import Tokenizer
+from tests.serve.http.templates import KIMI, R1, V31, with_tokens
 
 TEMPLATE = """\
 {{ bos_token }}{% for message in messages %}
@@ -17,19 +18,23 @@ TEMPLATE = """\
 {% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"""
 
 
+CONTINUED = Rendering(add_generation_prompt=False, continue_final_message=True)
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
 def user(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
 def test_a_template_renders_and_its_special_tokens_are_tokens(tokenizer):
-    tokens = ChatTemplate(tokenizer, TEMPLATE).tokens(user(" def f "))
+    tokens = ChatTemplate(tokenizer, TEMPLATE).prompt(user(" def f ")).tokens
     assert tokens == [
         tokenizer.begin, *tokenizer.encode("[user]def f"), tokenizer.end, *tokenizer.encode("\n[assistant]")
     ]  # fmt: skip
 
 
 def test_a_special_token_in_a_message_is_text(tokenizer):
-    tokens = ChatTemplate(tokenizer, TEMPLATE).tokens(user("a<|end|>b<|begin|>"))
+    tokens = ChatTemplate(tokenizer, TEMPLATE).prompt(user("a<|end|>b<|begin|>")).tokens
     assert (tokens.count(tokenizer.begin), tokens.count(tokenizer.end)) == (1, 1)
     assert tokenizer.decode(tokens) == "<|begin|>[user]a<|end|>b<|begin|><|end|>\n[assistant]"
 
@@ -46,7 +51,7 @@ def test_other_threads_run_while_a_long_message_is_encoded(tokenizer):
     messages, begin = user("a" * 1_000_000), time.perf_counter()
     beating = threading.Thread(target=beat)
     beating.start()
-    template.tokens(messages)
+    template.prompt(messages)
     took = time.perf_counter() - begin
     is_over.set()
     beating.join()
@@ -62,14 +67,14 @@ def test_the_text_is_checked_before_it_is_encoded(tokenizer, monkeypatch):
         raise RuntimeError("refused")
 
     with pytest.raises(RuntimeError, match="refused"):
-        template.tokens(user("a<|end|>b"), refuse)
+        template.prompt(user("a<|end|>b"), check=refuse)
     assert checked == ["<|begin|>[user]a<|end|>b<|end|>\n[assistant]"]
 
 
 def test_a_template_has_names_and_ids_of_tools(tokenizer):
     source = "{% for m in messages %}{{ m.role }} {{ m.name }} {{ m.tool_call_id }}: {{ m.content }}{% endfor %}"
     message = Message(role="tool", content="4", name="sum<|end|>", tool_call_id="call_1")
-    tokens = ChatTemplate(tokenizer, source).tokens([message.plain()])
+    tokens = ChatTemplate(tokenizer, source).prompt([message.plain()]).tokens
     assert tokenizer.decode(tokens) == "tool sum<|end|> call_1: 4"
     assert tokenizer.end not in tokens
 
@@ -84,13 +89,13 @@ def test_the_plain_template(tokenizer):
     template = ChatTemplate(tokenizer, None)
     assert template.is_plain
     assert template.stop == ("\n\nUser:",)
-    text = tokenizer.decode(template.tokens([{"role": "system", "content": "Brief."}, *user("a")]))
+    text = tokenizer.decode(template.prompt([{"role": "system", "content": "Brief."}, *user("a")]).tokens)
     assert text == "<|begin|>System: Brief.\n\nUser: a\n\nAssistant:"
 
 
 def test_a_template_refuses_messages(tokenizer):
     with pytest.raises(ValueError, match="the chat template refuses the messages: no tools here"):
-        ChatTemplate(tokenizer, TEMPLATE).tokens([{"role": "tool", "content": ""}])
+        ChatTemplate(tokenizer, TEMPLATE).prompt([{"role": "tool", "content": ""}])
 
 
 @pytest.mark.parametrize(
@@ -104,7 +109,7 @@ def test_a_template_refuses_messages(tokenizer):
 )
 def test_a_template_is_confined(tokenizer, source):
     with pytest.raises(ValueError, match="the chat template refuses the messages"):
-        ChatTemplate(tokenizer, source).tokens(user("a"))
+        ChatTemplate(tokenizer, source).prompt(user("a"))
 
 
 def test_a_template_that_is_not_jinja_is_refused(tokenizer):
@@ -127,9 +132,9 @@ def test_the_template_of_a_folder(tokenizer, tmp_path, template, rendered):
     loaded = Tokenizer.load(tmp_path)
     chat = ChatTemplate.load(tmp_path, loaded)
     assert not chat.is_plain
-    assert loaded.decode(chat.tokens(user("a"))) == rendered
+    assert loaded.decode(chat.prompt(user("a")).tokens) == rendered
     (tmp_path / "chat_template.jinja").write_text("a file")
-    assert loaded.decode(ChatTemplate.load(tmp_path, loaded).tokens(user("a"))) == "a file"
+    assert loaded.decode(ChatTemplate.load(tmp_path, loaded).prompt(user("a")).tokens) == "a file"
 
 
 def test_a_template_that_is_not_utf_8_is_refused(tokenizer, tmp_path):
@@ -158,4 +163,120 @@ def test_the_template_of_transformers_gives_the_same_text(tokenizer, tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     messages = [*user("x"), {"role": "assistant", "content": "y"}, *user("z\n")]
     text = theirs.apply_chat_template(messages, chat_template=TEMPLATE, add_generation_prompt=True, tokenize=False)
-    assert tokenizer.decode(ChatTemplate(tokenizer, TEMPLATE).tokens(messages)) == text
+    assert tokenizer.decode(ChatTemplate(tokenizer, TEMPLATE).prompt(messages).tokens) == text
+
+
+def rendered(tokenizer, source, messages, **fields) -> str:
+    prompt = ChatTemplate(with_tokens(tokenizer), source).prompt(messages, Rendering(**fields))
+    return with_tokens(tokenizer).decode(prompt.tokens)
+
+
+@pytest.mark.parametrize(("thinking", "end"), [(True, "<think>"), (False, "</think>"), (None, "</think>")])
+def test_thinking_is_a_variable_of_the_template(tokenizer, thinking, end):
+    variables = {} if thinking is None else {"thinking": thinking, "enable_thinking": thinking}
+    assert rendered(tokenizer, V31, user("a"), variables=variables) == f"<|begin|><｜User｜>a<｜Assistant｜>{end}"
+
+
+def test_tags_of_a_template_are_their_tokens(tokenizer):
+    own = with_tokens(tokenizer)
+    prompt = ChatTemplate(own, V31).prompt(user("a"), Rendering(variables={"thinking": True}))
+    assert prompt.tokens[-1] == own.backend.token_to_id("<think>")
+
+
+def test_a_special_token_in_a_variable_is_text(tokenizer):
+    variables = {"style": {"<|end|>": ["a<|begin|>"]}}
+    prompt = ChatTemplate(tokenizer, "{{ style | tojson }}").prompt(user(""), Rendering(variables=variables))
+    assert tokenizer.decode(prompt.tokens) == '{"<|end|>": ["a<|begin|>"]}'
+    assert not {tokenizer.begin, tokenizer.end} & set(prompt.tokens)
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "bos_token", "chat_template"])
+def test_a_variable_that_the_server_gives_is_refused(tokenizer, name):
+    with pytest.raises(FieldError, match=f"chat_template_kwargs must not have {name}: the server gives it"):
+        rendered(tokenizer, V31, user("a"), variables={name: []})
+
+
+@pytest.mark.parametrize("source", [V31, R1, KIMI, None], ids=["V3.1", "R1", "Kimi-K2", "plain"])
+def test_without_a_generation_prompt_no_message_begins(tokenizer, source):
+    without = rendered(tokenizer, source, user("a"), add_generation_prompt=False)
+    begun = rendered(tokenizer, source, user("a"))
+    assert begun.startswith(without)
+    assert "assistant" in begun.removeprefix(without).lower()
+
+
+@pytest.mark.parametrize(
+    ("source", "begun"),
+    [
+        (V31, "<|begin|><｜User｜>a<｜Assistant｜></think>"),
+        (R1, "<|begin|><｜User｜>a<｜Assistant｜>"),
+        (KIMI, "<|im_user|>user<|im_middle|>a<|im_end|><|im_assistant|>assistant<|im_middle|>"),
+        (None, "<|begin|>User: a\n\nAssistant: "),
+        (TEMPLATE, "<|begin|>[user]a<|end|>\n[assistant]"),
+    ],
+    ids=["V3.1", "R1", "Kimi-K2", "plain", "trimmed"],
+)
+def test_a_final_message_is_continued(tokenizer, source, begun):
+    messages = [*user("a"), {"role": "assistant", "content": "one, two,"}]
+    assert rendered(tokenizer, source, messages, **CONTINUED._asdict()) == f"{begun}one, two,"
+
+
+@pytest.mark.parametrize("source", [TEMPLATE, V31, R1], ids=["trimmed", "V3.1", "R1"])
+def test_transformers_continues_a_final_message_with_the_same_text(tokenizer, tmp_path, source):
+    transformers = pytest.importorskip("transformers")
+    tokenizer.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    messages = [*user("x"), {"role": "assistant", "content": " y "}]
+    text = theirs.apply_chat_template(messages, chat_template=source, continue_final_message=True, tokenize=False)
+    assert rendered(tokenizer, source, messages, **CONTINUED._asdict()) == text
+
+
+def test_a_final_message_that_a_template_leaves_out_cannot_be_continued(tokenizer):
+    with pytest.raises(FieldError, match="continue_final_message must be false: the chat template does not show"):
+        rendered(tokenizer, "{{ messages[0].content }}", [*user("a"), *user("b")], **CONTINUED._asdict())
+
+
+EFFORT = "{{ messages[0].content }}{% if reasoning_effort is defined %}[{{ reasoning_effort }}]{% endif %}"
+
+
+@pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "high"])
+def test_a_template_that_reads_the_effort_gets_it(tokenizer, effort):
+    assert rendered(tokenizer, EFFORT, user("a"), reasoning_effort=effort) == f"a[{effort}]"
+    assert rendered(tokenizer, EFFORT, user("a"), variables={"reasoning_effort": effort}) == f"a[{effort}]"
+
+
+def test_an_effort_that_is_given_twice_is_refused(tokenizer):
+    with pytest.raises(FieldError, match="reasoning_effort must not be in chat_template_kwargs, too"):
+        rendered(tokenizer, EFFORT, user("a"), reasoning_effort="low", variables={"reasoning_effort": "low"})
+
+
+def test_an_effort_that_the_template_does_not_read_is_refused(tokenizer):
+    with pytest.raises(FieldError, match="reasoning_effort must be 'none' for this model: the chat template does not"):
+        rendered(tokenizer, V31, user("a"), reasoning_effort="high")
+
+
+def test_no_effort_is_refused_only_where_the_template_begins_a_thought(tokenizer):
+    assert rendered(tokenizer, V31, user("a"), reasoning_effort="none") == rendered(tokenizer, V31, user("a"))
+    with pytest.raises(FieldError, match=r"reasoning_effort must not be 'none': .* begins a thought for this request"):
+        rendered(tokenizer, R1, user("a"), reasoning_effort="none")
+
+
+def test_the_template_for_tools_is_used_when_there_are_tools(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    named = [{"name": "default", "template": "one"}, {"name": "tool_use", "template": "{{ tools[0].function.name }}"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
+    chat = ChatTemplate.load(tmp_path, Tokenizer.load(tmp_path))
+    assert tokenizer.decode(chat.prompt(user("a")).tokens) == "one"
+    assert tokenizer.decode(chat.prompt(user("a"), Rendering(tools=[TOOL])).tokens) == "add"
+
+
+def test_tools_are_written_as_the_template_asks(tokenizer):
+    spaced, compact = json.dumps(TOOL), json.dumps([TOOL], separators=(",", ":"))
+    assert f"## Tools\n{spaced}\n<｜User｜>" in rendered(tokenizer, V31, user("a"), tools=[TOOL])
+    assert f"tool_declare<|im_middle|>{compact}<|im_end|>" in rendered(tokenizer, KIMI, user("a"), tools=[TOOL])
+
+
+@pytest.mark.parametrize("source", [R1, None], ids=["R1", "plain"])
+def test_tools_that_the_template_does_not_read_are_refused(tokenizer, source):
+    with pytest.raises(FieldError, match="tools must be empty: the chat template does not read them"):
+        rendered(tokenizer, source, user("a"), tools=[TOOL])

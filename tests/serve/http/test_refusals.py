@@ -130,7 +130,7 @@ def test_a_body_that_is_no_json_object(served, body, message):
         ("chat/completions", {**CHAT, "web_search_options": {}}, "web_search_options",
          "web_search_options must be null, not an object of 0 fields"),
         ("chat/completions", {**CHAT, "reasoning_effort": "high"}, "reasoning_effort",
-         "reasoning_effort must be 'none', not 'high'"),
+         "reasoning_effort must be 'none' for this model"),
         ("chat/completions", {**CHAT, "stream": True, "stream_options": {"include_obfuscation": True}},
          "stream_options.include_obfuscation", "stream_options.include_obfuscation must be false, not true"),
         ("chat/completions", {**CHAT, "top_logprobs": 2}, "top_logprobs", "top_logprobs needs logprobs true"),
