@@ -4,15 +4,20 @@ from dataclasses import replace
 
 import torch
 
+from octile.bench.goals import PREFILL
 from octile.train.config import preset
 from tests.bench.serve.test_engine import SMALL
-from tools.measure_exact import decode, train
+from tools.measure_exact import serve, train
 
 
-def test_each_batch_decodes_in_both_modes():
-    lines = [line for line in decode(SMALL, torch.device("cpu")) if not line.startswith(" ")]
-    assert len(lines) == 3 * len(SMALL.batches)
-    assert lines[-1].startswith(f"{SMALL.name}, {SMALL.batches[-1]} requests: exact has ")
+def test_each_batch_and_prompts_run_in_both_modes():
+    lines = [line for line in serve(SMALL, torch.device("cpu")) if not line.startswith(" ")]
+    cases = [*(f"{SMALL.name}, {batch} requests" for batch in SMALL.batches), f"{SMALL.name}, {PREFILL}"]
+    ratios = lines[-len(cases) :]
+    assert [line.rpartition(": exact has ")[0] for line in ratios] == cases
+    for mode in ("default", "exact"):
+        shown = [line.rpartition(":")[0] for line in lines if f", {mode}:" in line]
+        assert shown == [f"{case}, {mode}" for case in (SMALL.name, *cases)]
 
 
 def test_a_step_runs_under_both_recipes():
