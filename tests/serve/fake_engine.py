@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Sequence
 from math import ceil
 from multiprocessing import Pipe
 
@@ -24,6 +25,7 @@ class FakeEngine:
         max_position: the context.
         n_pages: pages of 64 positions.
         fails_after: the step that raises an exception; None if none does.
+        answer: texts of the tokens that it generates instead, before it stops.
 
     Attributes:
         may_step: steps wait until it is set, as it is at first.
@@ -40,9 +42,11 @@ class FakeEngine:
         max_position: int = 4096,
         n_pages: int = 4096,
         fails_after: int | None = None,
+        answer: Sequence[str] | None = None,
     ):
         self.tokenizer, self.max_position = tokenizer, max_position
         self.step_seconds, self.n_pages, self.fails_after = step_seconds, n_pages, fails_after
+        self.answer = answer
         self.may_step = threading.Event()
         self.may_step.set()
         self.requests: dict[int, Request] = {}
@@ -113,6 +117,9 @@ class FakeEngine:
         reason = FinishReason.LENGTH if index + 1 == sampling.max_new_tokens else None
         if request.prompt[-1] == NAN and index == 2:
             return Output(request.id, finish_reason=FinishReason.ERROR, error="the model's logits are NaN")
+        if self.answer is not None:
+            text = self.answer[index]
+            reason = FinishReason.STOP if index + 1 == len(self.answer) else reason
         if any(stop in text for stop in sampling.stop):
             text, reason = "", FinishReason.STOP
         return Output(request.id, (token,), text, logprobs, reason)

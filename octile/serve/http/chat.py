@@ -157,6 +157,8 @@ class ChatTemplate:
             "tools": rendering.tools or None,
             "documents": None,
         }
+        if any("tool_calls" in message for message in messages) and not source.reads_calls:
+            raise FieldError("messages", "must have no tool_calls: the chat template does not read them")
         variables = _chosen(rendering, source, (*given, *names))
         last, end = "", f"{mark}end "
         if rendering.continue_final_message:
@@ -188,6 +190,7 @@ class _Source:
 
     Attributes:
         variables: names of the variables that it reads.
+        reads_calls: whether it reads the tool_calls of messages.
 
     Raises:
         ValueError: the source is not jinja.
@@ -198,6 +201,7 @@ class _Source:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self.reads_calls = "tool_calls" in source
         try:
             self.variables = frozenset(find_undeclared_variables(environment.parse(source)))
             self._template: Template = environment.from_string(source)

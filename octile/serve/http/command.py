@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from octile.extras import require
 from octile.options import Positional, Section
 from octile.serve.engine.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig, window_of
-from octile.serve.http.config import Limits, check_key, check_origin
+from octile.serve.http.config import Limits, Parsers, ReasoningFormat, ToolCallFormat, check_key, check_origin
 from octile.serve.http.tls import TlsFiles
 from octile.serve.newest_run import newest_run
 from octile.signals import importing
@@ -29,6 +29,10 @@ class Options:
         model_name: the name by which clients ask for the model; the folder's name if not given.
         sampling_defaults: model: requests that give no temperature, top_p or top_k get those of the folder's
             generation_config.json; openai: they get OpenAI's, temperature 1 and all tokens.
+        reasoning_parser: deepseek_r1: what a model writes between <think> and </think> in a chat is answered as
+            reasoning_content; it stays in the text if not given.
+        tool_call_parser: how the model writes calls of functions in chats, which are answered as tool_calls; requests
+            with tools are refused if not given. deepseek_v3 is also R1's.
         api_key: a key that clients must send; can be given several times. Other users of this machine can see it, but
             not one in the environment variable OCTILE_API_KEY.
         allowed_origins: an origin, such as https://chat.example.org, whose scripts browsers let read answers; can be
@@ -50,6 +54,8 @@ class Options:
     port: Annotated[int, Range(at_least=0, at_most=65535)] = 8000
     model_name: str | None = None
     sampling_defaults: Literal["model", "openai"] = "model"
+    reasoning_parser: ReasoningFormat | None = None
+    tool_call_parser: ToolCallFormat | None = None
     api_key: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     ssl_certfile: Path | None = None
@@ -92,6 +98,7 @@ PACKAGES = "fastapi", "uvicorn", "prometheus_client"  # of the extra `serve`, wh
 
 SECTIONS = (
     Section("model", ("run", "device", "model_name", "sampling_defaults")),
+    Section("chats", ("reasoning_parser", "tool_call_parser")),
     Section(
         "address and clients",
         ("host", "port", "api_key"),
@@ -133,8 +140,8 @@ def run(options: Options) -> None:
     device = pick_own_device(options.device)
     serve(
         path, name, options.host, options.port, keys, device, options.limits, options.engine, options.cache,
-        options.parallel, options.processes, options.sampling_defaults == "model", weights_key, tls,
-        options.allowed_origins,
+        options.parallel, options.processes, options.sampling_defaults == "model", weights_key,
+        Parsers(options.reasoning_parser, options.tool_call_parser), tls, options.allowed_origins,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What a server takes at most, for how long, and which keys and origins it can have.
+"""What a server takes at most, for how long, which keys and origins it can have, and how it parses chats.
 
 This module imports no package of the extra `serve`.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal, NamedTuple
 
 from octile.validation import Range, check_fields
 
@@ -60,6 +60,22 @@ def check_origin(name: str, origin: str) -> None:
     port = DEFAULT_PORTS.get(origin.partition(":")[0])
     if port and origin.endswith(f":{port}"):
         raise ValueError(f"{name} must leave out the default port :{port}, as browsers do, not {origin!r}")
+
+
+ReasoningFormat = Literal["deepseek_r1"]
+ToolCallFormat = Literal["deepseek_v3", "deepseek_v31", "kimi_k2"]
+
+
+class Parsers(NamedTuple):
+    """How what the model writes in a chat is divided into the parts of a message, by vLLM's names.
+
+    Attributes:
+        reasoning: how its thought is written; None: it stays in the text.
+        tool_calls: how its calls of functions are written; None: requests with tools are refused.
+    """
+
+    reasoning: ReasoningFormat | None = None
+    tool_calls: ToolCallFormat | None = None
 
 
 def check_key(name: str, key: str) -> None:

@@ -18,7 +18,7 @@ from octile.serve.engine.config import InFlight
 from octile.serve.engine.request import MAX_LOGPROBS, MAX_TOP_K, Sampling
 from octile.serve.http import neutral
 from octile.serve.http.body import Body, describe_value, refuse
-from octile.serve.http.chat import Rendering
+from octile.serve.http.chat import Json, Rendering
 from octile.serve.http.formats import ResponseFormat, StructuredOutputs
 from octile.serve.http.responses import ApiError
 from octile.serve.weights.source import BufferSource, FolderSource, WeightsSource
@@ -26,13 +26,15 @@ from octile.validation import MAX_SEED, quoted
 
 MAX_NAME = 60  # characters of an unknown field that an error repeats
 MAX_CHOICES = 128  # OpenAI's limit of n
-MAX_PROMPTS = MAX_MESSAGES = MAX_PARTS = 2048
+MAX_PROMPTS = MAX_MESSAGES = MAX_PARTS = MAX_TOOLS = 2048
+STRUCTURED = "calls are not made to follow a grammar"
 MAX_STOPS = 16  # fewer than Sampling's, which also has those of the chat template
 NEEDED = {  # what pydantic would describe one member of the union after the other
     "prompt": "a text, a list of texts, a list of tokens (whole numbers from 0), or a list of lists of tokens, "
     f"of at most {MAX_PROMPTS} prompts",
     "bad_words": "a list of texts, none of them empty",
     "stop": f"a text, or a list of at most {MAX_STOPS} texts, none of them empty",
+    "tool_choice": "'none' or 'auto'",
     "content": f"a text, or a list of parts of type text, at most {MAX_PARTS}",
 }
 
@@ -216,6 +218,27 @@ class TextPart(Body):
     text: str
 
 
+class CalledFunction(Body):
+    """The function of a call: its name, and its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class MessageCall(Body):
+    """A call of a message; index is that of a stream, which some clients send back."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The call as chat templates read it."""
+        arguments = Json(self.function.arguments or "{}")
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
+
 class Message(Body):
     """A message of a conversation; a developer's counts as a system's."""
 
@@ -224,10 +247,13 @@ class Message(Body):
     name: str | None = None
     tool_call_id: str | None = None
 
+    # for the chat template; `reasoning` is the name in vLLM's newest answers
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: Annotated[list[MessageCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+
     # clients send back an answer as they got it, with its fields that are empty
     refusal: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[Any] | None = None
     function_call: dict[str, Any] | None = None
     annotations: list[Any] | None = None
     audio: dict[str, Any] | None = None
@@ -236,24 +262,64 @@ class Message(Body):
     def _is_supported(self) -> Self:
         if self.content is None and self.role != "assistant":
             raise ValueError(f"content must be {NEEDED['content']}")
-        for field in ("refusal", "reasoning_content", "tool_calls", "function_call", "annotations", "audio"):
+        if self.thought and self.role != "assistant":
+            name = "reasoning_content" if self.reasoning_content else "reasoning"
+            raise ValueError(f"{name} is only for messages of the role 'assistant', not of {self.role!r}")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls is only for messages of the role 'assistant', not of {self.role!r}")
+        if self.reasoning and self.reasoning_content and self.reasoning != self.reasoning_content:
+            raise ValueError("reasoning and reasoning_content differ: give one of them")
+        for field in ("refusal", "function_call", "annotations", "audio"):
             refuse(self, field, getattr(self, field), "empty")
         return self
 
-    def plain(self) -> dict[str, str]:
-        """The message as chat templates read it: role and text, and name and tool_call_id where they are given."""
+    @property
+    def thought(self) -> str | None:
+        """What the model thought before it wrote the message, by either of the two names."""
+        return self.reasoning_content or self.reasoning or None
+
+    def plain(self) -> dict[str, Any]:
+        """The message as chat templates read it: role and text, and other fields where they are given."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
-        named = {"name": self.name, "tool_call_id": self.tool_call_id}
+        named = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.thought,
+            "reasoning": self.thought,  # as vLLM: templates have either name
+            "tool_calls": [call.plain() for call in self.tool_calls] if self.tool_calls else None,
+        }
         return {
             "role": "system" if self.role == "developer" else self.role,
-            "content": text,
+            "content": None if self.tool_calls and not text else text,
             **{key: value for key, value in named.items() if value is not None},
         }
 
 
+class Function(Body):
+    """A function that the model may call; parameters is a JSON schema."""
+
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _is_supported(self) -> Self:
+        if self.strict:
+            raise ValueError(f"strict must be false, not true: {STRUCTURED}")
+        return self
+
+
+class Tool(Body):
+    """A tool that the model may use."""
+
+    type: Literal["function"]
+    function: Function
+
+
 class ChatBody(Generation):
-    """The body of POST /v1/chat/completions. Tools are not supported."""
+    """The body of POST /v1/chat/completions."""
 
     neutral = neutral.CHAT
 
@@ -261,8 +327,8 @@ class ChatBody(Generation):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 
     # for the chat template
@@ -284,11 +350,16 @@ class ChatBody(Generation):
 
     @model_validator(mode="after")
     def _is_a_supported_chat(self) -> Self:
-        refuse(self, "tools", self.tools, "empty")
+        if self.tool_choice not in (None, "none", "auto"):
+            raise ValueError(
+                f"tool_choice must be 'none' or 'auto', not {describe_value(self.tool_choice)}: {STRUCTURED}"
+            )
         refuse(self, "functions", self.functions, "empty")
         refuse(self, "documents", self.documents, "empty")
         if self.chat_template is not None:
             raise ValueError("chat_template is not taken from a request: the model's own template is used")
+        if self.continue_final_message and self.messages[-1].tool_calls:
+            raise ValueError("continue_final_message must be false: the last message has tool_calls")
         if self.continue_final_message and self.add_generation_prompt is not False:
             raise ValueError("continue_final_message needs add_generation_prompt false: no new message begins")
         if self.top_logprobs is not None and not self.logprobs:
@@ -297,9 +368,15 @@ class ChatBody(Generation):
             raise ValueError("max_tokens and max_completion_tokens differ: give one of them")
         return self
 
+    @property
+    def may_call(self) -> bool:
+        """Whether the model's calls are answered as such."""
+        return bool(self.tools) and self.tool_choice != "none"
+
     def rendering(self) -> Rendering:
         """What the chat template gets besides the messages."""
         return Rendering(
+            tools=[tool.model_dump(exclude_none=True) for tool in self.tools or ()],
             variables=self.chat_template_kwargs or {},
             reasoning_effort=self.reasoning_effort,
             add_generation_prompt=self.add_generation_prompt is not False,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from octile.serve.http.tags import split_tag
+
 BEGIN, END = "<think>", "</think>"
 
 
@@ -17,3 +21,50 @@ def ends_inside(prompt: str, continued: str = "") -> bool:
     if begin != end:  # one of them is there
         return begin > end
     return prompt.rstrip().removesuffix(continued.strip()).rstrip().endswith(BEGIN)
+
+
+class Thinking(NamedTuple):
+    """A piece of a text: what belongs to the thought, and what follows it."""
+
+    reasoning: str = ""
+    content: str = ""
+
+
+class ReasoningParser:
+    """A parser that divides a text into a thought and the answer after it, while it comes.
+
+    A `<think>` counts at the text's beginning; blanks before it belong to no part. The first `</think>` after it ends
+    the thought, and all that follows is the answer. A text that ends earlier is a thought alone.
+
+    Args:
+        is_inside: whether the prompt ends within a thought, so that the text begins there without `<think>`.
+    """
+
+    def __init__(self, is_inside: bool):
+        self._is_inside, self._has_begun, self._held = is_inside, False, ""
+
+    def push(self, text: str) -> Thinking:
+        """Take the next piece of the text, and return what is certain now."""
+        text = self._held + text
+        if not self._has_begun:
+            begin = text.lstrip()
+            if len(begin) < len(BEGIN) and BEGIN.startswith(begin):
+                self._held = text
+                return Thinking()
+            self._has_begun = True
+            if begin.startswith(BEGIN):
+                text, self._is_inside = begin.removeprefix(BEGIN), True
+        if not self._is_inside:
+            self._held = ""
+            return Thinking(content=text)
+        thought, has_ended, rest = split_tag(text, END)
+        if has_ended:
+            self._is_inside, self._held = False, ""
+            return Thinking(thought, rest)
+        self._held = rest
+        return Thinking(thought)
+
+    def end(self) -> Thinking:
+        """Return what was held back, at the end of the text."""
+        held, self._held = self._held, ""
+        return Thinking(reasoning=held) if self._is_inside else Thinking(content=held)

@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from octile.serve.engine.request import Output, TokenLogprobs
+from octile.serve.http.message import Delta, MessageParser
 from octile.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -406,9 +407,27 @@ class Completion(Answer):
 
 
 class ChatCompletion(Answer):
-    """The response of /v1/chat/completions."""
+    """The response of /v1/chat/completions.
+
+    Args:
+        model, tokenizer, prompts, n, scores_prompts, shows_tokens: arguments of `Answer`.
+        make_parser: makes the parser of a choice's text.
+    """
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        scores_prompts: bool = False,
+        shows_tokens: bool = False,
+        make_parser: Callable[[], MessageParser] = MessageParser,
+    ):
+        super().__init__(model, tokenizer, prompts, n, scores_prompts, shows_tokens)
+        self._parsers = [make_parser() for _ in self._choices]
 
     def empty(self, index: int) -> dict[str, Any]:  # noqa: D102
         message = {"role": "assistant", "content": "", "refusal": None}
@@ -421,7 +440,23 @@ class ChatCompletion(Answer):
             choice["logprobs"]["content"] += self._content(output.logprobs)
 
     def set_text(self, choice: dict[str, Any], text: str) -> None:  # noqa: D102
-        choice["message"]["content"] = text
+        choice["message"] |= self._parsers[choice["index"]].whole(text)
+        self._set_reason(choice)
+
+    def _set_reason(self, choice: dict[str, Any]) -> None:
+        """Give a choice that has called tools, and then stopped, OpenAI's reason."""
+        if choice["finish_reason"] == "stop" and self._parsers[choice["index"]].has_calls:
+            choice["finish_reason"] = "tool_calls"
+
+    def chunk(self, index: int, output: Output) -> dict[str, Any] | None:  # noqa: D102
+        chunk = super().chunk(index, output)
+        if chunk is None:
+            return None
+        (choice,) = chunk["choices"]
+        self._set_reason(choice)
+        if not (choice["delta"] or choice["logprobs"] or choice["finish_reason"] or choice.get("token_ids")):
+            return None  # the parser holds the text back
+        return chunk
 
     def first_chunks(self) -> list[dict[str, Any]]:  # noqa: D102
         delta = {"role": "assistant", "content": "", "refusal": None}
@@ -433,7 +468,8 @@ class ChatCompletion(Answer):
         body |= self.prompt_fields(0)
 
     def part(self, index: int, output: Output) -> dict[str, Any]:  # noqa: D102
-        delta = {"content": output.text} if output.text else {}
+        parser = self._parsers[index]
+        delta = Delta.joined(parser.push(output.text), parser.end() if output.finish_reason else Delta()).fields()
         logprobs = {"content": self._content(output.logprobs), "refusal": None} if output.logprobs else None
         return {"index": index, "delta": delta, "logprobs": logprobs}
 

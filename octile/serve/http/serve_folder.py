@@ -19,7 +19,7 @@ from octile.serve.disaggregated.router import Router
 from octile.serve.engine.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig, check_micro_batches
 from octile.serve.http.address import bind, url_of
 from octile.serve.http.chat import ChatTemplate
-from octile.serve.http.config import Limits
+from octile.serve.http.config import Limits, Parsers
 from octile.serve.http.process import HttpProcess
 from octile.serve.http.tls import TlsFiles
 from octile.serve.http.worker import Start
@@ -48,6 +48,7 @@ def serve(
     processes: ProcessesConfig,
     has_model_defaults: bool,
     weights_key: str | None = None,
+    parsers: Parsers = Parsers(),  # noqa: B008 - it is immutable
     tls: TlsFiles | None = None,
     origins: tuple[str, ...] = (),
 ) -> None:
@@ -107,8 +108,9 @@ def serve(
             assert address is not None  # on rank 0
             defaults = folder.generation.sampling if has_model_defaults else {}
             _answer(
-                address, folder, name, host, api_keys, limits, loaded, where, chat, defaults, weights_key, tls, origins
-            )
+                address, folder, name, host, api_keys, limits, loaded, where, chat, defaults, weights_key, parsers, tls,
+                origins,
+            )  # fmt: skip
     except Exception as error:
         if (explained := explain(error)) is not error:
             raise explained from error
@@ -160,6 +162,7 @@ def _answer(
     chat: ChatTemplate,
     defaults: Mapping[str, Any],
     weights_key: str | None,
+    parsers: Parsers,
     tls: TlsFiles | None,
     origins: tuple[str, ...],
 ) -> None:
@@ -191,6 +194,7 @@ def _answer(
             api_keys,
             hosts,
             weights_key,
+            parsers,
             tls,
             origins,
         )

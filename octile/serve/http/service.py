@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request as HttpRequest
@@ -16,9 +17,11 @@ from octile.serve.engine.bad_words import token_sequences
 from octile.serve.engine.grammar import GrammarCompiler
 from octile.serve.engine.request import FinishReason, Output, Request, RequestFactory, Sampling
 from octile.serve.http.chat import ChatTemplate, FieldError
-from octile.serve.http.config import BODY_SECONDS, FIRST_STEP_SECONDS, HUNG_SECONDS, Limits
+from octile.serve.http.config import BODY_SECONDS, FIRST_STEP_SECONDS, HUNG_SECONDS, Limits, Parsers
+from octile.serve.http.message import MessageParser
 from octile.serve.http.metrics import Metrics
 from octile.serve.http.protocol import BufferUpdate, ChatBody, CompletionBody, FolderUpdate, Generation, parse
+from octile.serve.http.reasoning import ReasoningParser
 from octile.serve.http.responses import (
     DONE,
     NEVER_RETRY,
@@ -31,6 +34,8 @@ from octile.serve.http.responses import (
     json_bytes,
     while_connected,
 )
+from octile.serve.http.tools.formats import FORMATS
+from octile.serve.http.tools.parser import ToolParser
 from octile.serve.process.client import EngineClient, EngineError, Stream
 from octile.serve.process.messages import UpdateWeights, WeightsRefused, WeightsUpdated
 from octile.text import format_count
@@ -96,6 +101,7 @@ class Service:
         limits: what is refused.
         model: the name under which the model is served.
         defaults: fields of `Sampling` of requests that do not give them; besides them OpenAI's.
+        parsers: how what the model writes in chats is parsed.
 
     Attributes:
         engine: the engine.
@@ -113,11 +119,13 @@ class Service:
         limits: Limits,
         model: str,
         defaults: Mapping[str, Any] | None = None,
+        parsers: Parsers = Parsers(),  # noqa: B008 - it is immutable
     ):
         self.metrics = Metrics(model, lambda: self.engine.stats, lambda: self.engine.step_age)
         self.engine, engine.observer = engine, self.metrics
         self.chat, self.limits, self.model, self.created = chat, limits, model, int(time.time())
         self.tokenizer, self.context = tokenizer, context
+        self._parsers = parsers
         self._defaults, self._factory = defaults or {}, RequestFactory(vocab_size, context)
         self._grammars = GrammarCompiler(
             tokenizer, vocab_size, [tokenizer.end]
@@ -220,6 +228,12 @@ class Service:
         return Job(Completion(self.model, self.tokenizer, prompts, body.n or 1, *_shown(body)), requests)
 
     def _chat_completion(self, body: ChatBody) -> Job:
+        form = None
+        if body.may_call:
+            if self._parsers.tool_calls is None:
+                message = "tools must be empty, or tool_choice 'none': this server has no --tool-call-parser"
+                raise ApiError(400, message, "tools")
+            form = FORMATS[self._parsers.tool_calls]
         try:
             messages = [message.plain() for message in body.messages]
             rendered = self.chat.prompt(messages, body.rendering(), lambda text: self._check_length(text, "messages"))
@@ -231,11 +245,28 @@ class Service:
         name = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
         new_tokens = self._new_tokens(prompt, body.max_completion_tokens or body.max_tokens, name)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        bad_words = token_sequences(self.tokenizer, body.bad_words or ())
-        given = self._defaults, bad_words, self._grammar(body), self.chat.stop
+        grammar = self._grammar(body)
+        if grammar and (rendered.is_thinking or form is not None):
+            field = "response_format" if body.structured_outputs is None else "structured_outputs"
+            why = "the chat template begins a thought" if rendered.is_thinking else "the model may call tools"
+            raise ApiError(
+                400, f"{field} is followed from the first token on, but {why} there: give one of them", field
+            )
+        given = self._defaults, token_sequences(self.tokenizer, body.bad_words or ()), grammar, self.chat.stop
         choices = [body.sampling(new_tokens, logprobs, i, *given) for i in range(body.n or 1)]
+        if form is not None or self._parsers.reasoning:  # tags may be special tokens
+            choices = [replace(choice, skip_special_tokens=False) for choice in choices]
         requests = self._requests(prompt, choices)
-        return Job(ChatCompletion(self.model, self.tokenizer, [prompt], body.n or 1, *_shown(body)), requests)
+
+        def make_parser() -> MessageParser:
+            return MessageParser(
+                ReasoningParser(rendered.is_thinking) if self._parsers.reasoning else None,
+                ToolParser(form, body.parallel_tool_calls is not False) if form is not None else None,
+            )
+
+        shown = _shown(body)
+        answer = ChatCompletion(self.model, self.tokenizer, [prompt], body.n or 1, *shown, make_parser=make_parser)
+        return Job(answer, requests)
 
     def _grammar(self, body: Generation) -> str:
         """Return the grammar that an answer must follow; raise ApiError, 400, if there is none such."""

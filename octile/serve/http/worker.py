@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from octile.serve.engine.stats import Stats
 from octile.serve.http.address import listen
-from octile.serve.http.config import Limits
+from octile.serve.http.config import Limits, Parsers
 from octile.serve.http.tls import TlsFiles
 from octile.serve.process.messages import Failed
 from octile.serve.process.signals import signals_ignored
@@ -24,7 +24,7 @@ class Start(NamedTuple):
         folder: the Hugging Face folder, with the tokenizer.
         vocab_size, context: tokens of the model, and the positions that a prompt and its new tokens may have together.
         stats: counts of the engine.
-        name, limits, defaults: arguments of `Service`.
+        name, limits, defaults, parsers: arguments of `Service`.
         api_keys, hosts, weights_key: arguments of `Server`.
         tls: files for HTTPS; None: HTTP is served.
         origins: argument of `Server`.
@@ -40,6 +40,7 @@ class Start(NamedTuple):
     api_keys: tuple[str, ...]
     hosts: tuple[str, ...] | None
     weights_key: str | None = None
+    parsers: Parsers = Parsers()
     tls: TlsFiles | None = None
     origins: tuple[str, ...] = ()
 
@@ -67,8 +68,9 @@ def answer(connection: Connection, bound: socket.socket) -> None:
     engine = EngineClient(connection, start.stats)
     chat = ChatTemplate.load(start.folder, tokenizer)
     service = Service(
-        engine, tokenizer, start.vocab_size, start.context, chat, start.limits, start.name, start.defaults
-    )
+        engine, tokenizer, start.vocab_size, start.context, chat, start.limits, start.name, start.defaults,
+        start.parsers,
+    )  # fmt: skip
     try:
         tls = start.tls.context() if start.tls else None
         server = Server(service, start.api_keys, start.hosts, start.weights_key, tls, start.origins)

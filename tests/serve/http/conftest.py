@@ -16,7 +16,7 @@ pytest.importorskip("fastapi", reason="octile[serve] is not installed")
 
 from octile.serve.http.address import bind, url_of
 from octile.serve.http.chat import ChatTemplate
-from octile.serve.http.config import Limits
+from octile.serve.http.config import Limits, Parsers
 from octile.serve.http.server import Server
 from octile.serve.http.service import Service
 from tests.serve.fake_engine import FakeEngine, Pair
@@ -39,6 +39,7 @@ class Served:
         updates=None,
         tls=None,
         origins=(),
+        parsers=Parsers(),  # noqa: B008
     ):
         self.engine, bound = engine, bind("127.0.0.1", 0)
         self.url = url_of(bound, tls is not None)
@@ -52,6 +53,7 @@ class Served:
             limits,
             "micro",
             defaults,
+            parsers,
         )
         self.server = Server(self.service, api_keys, hosts, weights_key, tls and tls.context(), origins)
         self.error: Exception | None = None
@@ -142,10 +144,19 @@ def serve(tokenizer):
     started: list[Served] = []
 
     def start(
-        limits=SHORT_DRAIN, api_keys=(), template=None, hosts=None, defaults=None, tls=None, origins=(), **engine
+        limits=SHORT_DRAIN,
+        api_keys=(),
+        template=None,
+        hosts=None,
+        defaults=None,
+        tls=None,
+        origins=(),
+        parsers=Parsers(),  # noqa: B008
+        **engine,
     ) -> Served:
         made = FakeEngine(**{"tokenizer": tokenizer, **engine})
-        started.append(Served(made, limits, api_keys, template, hosts, defaults, tls=tls, origins=origins))
+        more = {"tls": tls, "origins": origins, "parsers": parsers}
+        started.append(Served(made, limits, api_keys, template, hosts, defaults, **more))
         return started[-1]
 
     yield start

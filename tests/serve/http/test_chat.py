@@ -82,7 +82,7 @@ def test_a_template_has_names_and_ids_of_tools(tokenizer):
 def test_a_chat_with_as_many_stops_as_it_may_have_keeps_those_of_the_template():
     own = [str(i) for i in range(16)]
     body = ChatBody(model="m", messages=[Message(role="user", content="a")], stop=own)
-    assert body.sampling(1, None, 0, {}, PLAIN_STOP).stop == (*own, *PLAIN_STOP)
+    assert body.sampling(1, None, 0, {}, (), "", PLAIN_STOP).stop == (*own, *PLAIN_STOP)
 
 
 def test_the_plain_template(tokenizer):
@@ -280,3 +280,52 @@ def test_tools_are_written_as_the_template_asks(tokenizer):
 def test_tools_that_the_template_does_not_read_are_refused(tokenizer, source):
     with pytest.raises(FieldError, match="tools must be empty: the chat template does not read them"):
         rendered(tokenizer, source, user("a"), tools=[TOOL])
+
+
+def called(*arguments: str, content: str | None = None) -> dict:
+    """A message with calls, as a client sends it."""
+    calls = [
+        {"id": f"functions.add:{i}", "type": "function", "function": {"name": "add", "arguments": text}}
+        for i, text in enumerate(arguments)
+    ]
+    return Message.model_validate({"role": "assistant", "content": content, "tool_calls": calls}).plain()
+
+
+RESULT = {"role": "tool", "content": "3", "tool_call_id": "functions.add:0"}
+
+
+def test_calls_of_history_are_written_as_v31_has_them(tokenizer):
+    messages = [*user("a"), called('{"x": 1}', "", content="I add."), RESULT]
+    calls = (
+        '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"x": 1}<｜tool▁call▁end｜>'
+        "<｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+    )
+    assert rendered(tokenizer, V31, messages) == (
+        f"<|begin|><｜User｜>a<｜Assistant｜></think>I add.<｜tool▁calls▁begin｜>{calls}<｜tool▁calls▁end｜>"
+        "<｜end▁of▁sentence｜><｜tool▁output▁begin｜>3<｜tool▁output▁end｜>"
+    )
+
+
+def test_calls_of_history_are_written_as_kimi_has_them(tokenizer):
+    messages = [*user("a"), called('{"x": 1}'), RESULT]
+    assert (
+        '<|im_assistant|>assistant<|im_middle|><|tool_calls_section_begin|><|tool_call_begin|>functions.add:0'
+        '<|tool_call_argument_begin|>{"x": 1}<|tool_call_end|><|tool_calls_section_end|><|im_end|>'
+        "<|im_system|>tool<|im_middle|>## Return of functions.add:0\n3<|im_end|>"
+    ) in rendered(tokenizer, KIMI, messages)  # fmt: skip
+
+
+def test_arguments_are_not_quoted_twice(tokenizer):
+    source = "{{ messages[1].tool_calls[0].function.arguments | tojson }}"
+    assert rendered(tokenizer, source, [*user("a"), called('{"x": 1}')]) == '{"x": 1}'
+
+
+@pytest.mark.parametrize("content", [None, ""], ids=["null", "empty"])
+def test_the_content_of_a_message_with_calls_alone_is_none(content):
+    assert called("{}", content=content)["content"] is None
+
+
+@pytest.mark.parametrize("source", [R1, None], ids=["R1", "plain"])
+def test_calls_that_the_template_does_not_read_are_refused(tokenizer, source):
+    with pytest.raises(FieldError, match="messages must have no tool_calls: the chat template does not read them"):
+        rendered(tokenizer, source, [*user("a"), called("{}")])

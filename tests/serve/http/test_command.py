@@ -49,7 +49,7 @@ def configured(folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def process(configured):
-    server = start(configured, "--limits.drain", "20", "--weights-key", "trainer")
+    server = start(configured, "--limits.drain", "20", "--weights-key", "trainer", "--reasoning-parser", "deepseek_r1")
     yield server
     server.kill()
     server.communicate()
@@ -102,6 +102,11 @@ def test_the_text_is_that_of_the_engine(client, configured, tokenizer):
     while engine.has_work:
         text += "".join(output.text for output in engine.step())
     assert answer.choices[0].text == text
+
+
+def test_chats_are_parsed(client):
+    answer = client.chat.completions.create(model="micro", messages=[{"role": "user", "content": "a"}], max_tokens=4)
+    assert answer.choices[0].message.model_extra == {"reasoning_content": None}
 
 
 def test_the_same_seed_gives_the_same_text_and_another_choice_another_one(client):

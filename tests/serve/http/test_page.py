@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from octile.serve.http.config import Limits
+from octile.serve.http.config import Limits, Parsers
 from tests.serve.http.conftest import wait_until
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -43,6 +43,13 @@ def open_page(browser):
 def send(page, text: str) -> None:
     page.get_by_label("prompt").fill(text)
     page.get_by_role("button", name="Send").click()
+
+
+def test_a_thought_is_shown_before_the_answer(serve, open_page):
+    page = open_page(serve(template="a", answer=list("<think>why</think>because"), parsers=Parsers("deepseek_r1")))
+    send(page, "Why?")
+    sync_api.expect(page.locator(".facts")).to_contain_text("finished")
+    assert page.locator(".message").nth(1).inner_text() == "why\n\nbecause"
 
 
 def test_a_chat_in_the_browser(serve, open_page):

@@ -1,0 +1,71 @@
+"""What the model writes in a chat, as the parts of a message."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from octile.serve.http.reasoning import ReasoningParser
+from octile.serve.http.tools.parser import ToolCall, ToolParser
+
+
+class Delta(NamedTuple):
+    """What is new about a message.
+
+    Attributes:
+        reasoning: the thought's next piece.
+        content: the answer's next piece.
+        calls: calls that are complete now.
+    """
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+    @classmethod
+    def joined(cls, first: Delta, second: Delta) -> Delta:
+        """One for two that follow each other."""
+        return cls(first.reasoning + second.reasoning, first.content + second.content, first.calls + second.calls)
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of the message that are there, as a stream has them."""
+        calls = [{"index": call.number, **call.fields()} for call in self.calls]
+        fields = {"reasoning_content": self.reasoning, "content": self.content, "tool_calls": calls}
+        return {name: value for name, value in fields.items() if value}
+
+
+class MessageParser:
+    """A parser of one message, while its text comes.
+
+    Args:
+        reasoning: the parser of its thought; None: thoughts are not divided from the answer.
+        tools: the parser of calls, which are in the answer; None: they are not divided from it.
+    """
+
+    def __init__(self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None):
+        self._reasoning, self._tools = reasoning, tools
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the message has had a call."""
+        return self._tools is not None and self._tools.has_calls
+
+    def push(self, text: str) -> Delta:
+        """Take the next piece of the text, and return what is certain now."""
+        thought, answer = ("", text) if self._reasoning is None else self._reasoning.push(text)
+        return Delta(thought, answer) if self._tools is None else Delta(thought, *self._tools.push(answer))
+
+    def end(self) -> Delta:
+        """Return what was held back, at the end of the text."""
+        thought, answer = ("", "") if self._reasoning is None else self._reasoning.end()
+        last = Delta(thought, answer) if self._tools is None else Delta(thought, *self._tools.push(answer))
+        return last if self._tools is None else Delta.joined(last, Delta("", *self._tools.end()))
+
+    def whole(self, text: str) -> dict[str, Any]:
+        """The fields of the message that a whole text is; content is null if there is something else alone."""
+        reasoning, content, calls = Delta.joined(self.push(text), self.end())
+        fields: dict[str, Any] = {"content": None if (reasoning or calls) and not content else content}
+        if self._reasoning is not None:
+            fields["reasoning_content"] = reasoning or None
+        if calls:
+            fields["tool_calls"] = [call.fields() for call in calls]
+        return fields

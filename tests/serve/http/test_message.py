@@ -1,0 +1,65 @@
+"""What the model writes, as the parts of a message."""
+
+from hypothesis import given
+from hypothesis.strategies import booleans
+
+from octile.serve.http.message import Delta, MessageParser
+from octile.serve.http.reasoning import ReasoningParser
+from octile.serve.http.tools.parser import CallFormat, CallText, ToolParser
+from tests.serve.http.pieces import CUTS, split, texts_of
+
+
+def test_without_parsers_a_text_is_the_content():
+    parser = MessageParser()
+    assert [parser.push("<think>"), parser.push(""), parser.end()] == [Delta(content="<think>"), Delta(), Delta()]
+    assert MessageParser().whole("") == {"content": ""}
+
+
+def test_a_delta_has_the_fields_that_are_there():
+    assert Delta().fields() == {}
+    assert Delta("a", "b").fields() == {"reasoning_content": "a", "content": "b"}
+
+
+def test_an_empty_answer_after_a_thought_is_null():
+    assert MessageParser(ReasoningParser(True)).whole("a") == {"reasoning_content": "a", "content": None}
+    assert MessageParser(ReasoningParser(False)).whole("") == {"reasoning_content": None, "content": ""}
+
+
+CALL = '[[<call>add:{"a": 1}</call>]]'
+FIELDS = {"id": "id", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+def calling(is_inside: bool = True) -> MessageParser:
+    form = CallFormat("[[", "]]", "<call>", "</call>", lambda body: CallText(*body.split(":", 1), id="id"))
+    return MessageParser(ReasoningParser(is_inside), ToolParser(form))
+
+
+def test_a_message_with_a_thought_an_answer_and_a_call():
+    message = {"reasoning_content": "why", "content": "I add.", "tool_calls": [FIELDS]}
+    assert calling().whole(f"why</think>I add.{CALL}") == message
+
+
+def test_the_content_of_a_message_with_calls_alone_is_null():
+    message = {"reasoning_content": None, "content": None, "tool_calls": [FIELDS]}
+    assert calling(is_inside=False).whole(CALL) == message
+
+
+def test_a_call_within_a_thought_belongs_to_the_thought():
+    parser = calling()
+    assert parser.whole(CALL) == {"reasoning_content": CALL, "content": None}
+    assert not parser.has_calls
+
+
+def test_a_delta_has_the_numbers_of_calls():
+    delta = calling().push(f"</think>{CALL}")
+    assert delta.fields() == {"tool_calls": [{"index": 0, **FIELDS}]}
+
+
+@given(text=texts_of("</think>", "[[", "<call>add:{}", "</call>", "]]", CALL), cuts=CUTS, is_inside=booleans())
+def test_pieces_are_the_message_of_the_whole_text(text, cuts, is_inside):
+    parser, joined = calling(is_inside), Delta()
+    for piece in split(text, cuts):
+        joined = Delta.joined(joined, parser.push(piece))
+    joined, whole = Delta.joined(joined, parser.end()), calling(is_inside).whole(text)
+    assert (joined.reasoning or None, joined.content) == (whole["reasoning_content"], whole["content"] or "")
+    assert [call.fields() for call in joined.calls] == whole.get("tool_calls", [])
