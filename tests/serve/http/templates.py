@@ -119,8 +119,8 @@ TOKENS = [  # DeepSeek's, none of which is special in its tokenizer
 ]  # fmt: skip
 
 
-def with_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """A copy of a tokenizer with DeepSeek's tokens."""
+def with_tokens(tokenizer: Tokenizer, special: bool = False) -> Tokenizer:
+    """A copy of a tokenizer with DeepSeek's tokens, as special ones or not."""
     backend = type(tokenizer.backend).from_str(tokenizer.backend.to_str())
-    backend.add_tokens([AddedToken(text, normalized=False, special=False) for text in TOKENS])
+    backend.add_tokens([AddedToken(text, normalized=False, special=special) for text in TOKENS])
     return Tokenizer(backend, tokenizer.config)

@@ -2,8 +2,10 @@
 
 import pytest
 
+from octile.serve.engine.text import TextStream
 from octile.serve.http.tools.deepseek import V3, V31
 from octile.serve.http.tools.parser import ToolParser
+from tests.serve.http.templates import with_tokens
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 
@@ -30,6 +32,15 @@ def test_v3_has_a_block_of_markdown():
 def test_v31_has_the_arguments_alone():
     calls = [("weather", '{"city": "Qingdao",\n "days": 2}'), ("time", "{}")]
     assert called(V31, BEGIN + "".join(v31(*call) for call in calls) + END) == calls
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_tags_that_are_tokens_are_in_the_text_of_an_engine(tokenizer, special):
+    own, text = with_tokens(tokenizer, special), BEGIN + v31("weather", '{"city": "é"}') + END
+    own.backend.encode_special_tokens = False
+    tokens, stream = own.encode(text), TextStream(own)
+    assert own.backend.token_to_id(BEGIN) == tokens[0]
+    assert called(V31, "".join(map(stream.add, tokens)) + stream.end()) == [("weather", '{"city": "é"}')]
 
 
 @pytest.mark.parametrize(
