@@ -349,7 +349,7 @@ class OpenFolder:
     @property
     def has_indexer(self) -> bool:
         """Whether config.json announces sparse attention."""
-        return self.config.get("model_type") == hf_config.SPARSE
+        return self.config.get("model_type") in hf_config.SPARSE
 
     def model_config(self) -> ModelConfig:
         """Return the model's configuration, without a multi-token prediction layer that has no weights.

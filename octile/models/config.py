@@ -86,6 +86,7 @@ class ModelConfig:
         index_n_heads, index_head_dim: heads and channels of the indexer of V3.2's sparse attention (64 and 128), a
             power of two from qk_rope_head_dim to 128; None: there is no indexer, and attention is dense.
         index_topk: top-k keys of each query, which the indexer finds (2048).
+        indexer_rope_interleave: whether the pairs of the indexer's rotary channels are adjacent, as in GLM-5.
         extra: further keys of a configuration file, written back unchanged.
 
     Raises:
@@ -123,6 +124,7 @@ class ModelConfig:
     index_n_heads: Count | None = None
     index_head_dim: HeadDim | None = None
     index_topk: Tokens | None = None
+    indexer_rope_interleave: bool = False
 
     max_position_embeddings: Tokens = 163840
     rope_theta: Annotated[float, Range(above=1, at_most=1e18)] = 10000.0
@@ -197,6 +199,8 @@ class ModelConfig:
         """Return the content of a Hugging Face `config.json`, including the keys in `extra`."""
         kind = "V32" if self.has_indexer else "V3" if self.topk_method == "noaux_tc" else "V2"
         named = {"architectures": [f"Deepseek{kind}ForCausalLM"], "model_type": f"deepseek_{kind.lower()}"}
+        if self.indexer_rope_interleave:
+            named = {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": hf_config.GLM}
         config: dict[str, Any] = {
             **named,
             "num_key_value_heads": self.num_attention_heads,
@@ -212,8 +216,10 @@ class ModelConfig:
         if not self.has_indexer:
             for name in hf_config.INDEXER:
                 del config[name]
+        if not self.indexer_rope_interleave:
+            del config["indexer_rope_interleave"]
         config |= self.extra
-        if (config["model_type"] == hf_config.SPARSE) != self.has_indexer:  # that of the file was another model's
+        if (config["model_type"] in hf_config.SPARSE) != self.has_indexer:  # that of the file was another model's
             config |= named
         return config
 
@@ -396,6 +402,8 @@ def _check(c: ModelConfig) -> None:
 def _check_indexer(c: ModelConfig) -> None:
     given = {name: getattr(c, name) for name in hf_config.INDEXER}
     if not c.has_indexer and all(value is None for value in given.values()):
+        if c.indexer_rope_interleave:
+            raise ValueError("indexer_rope_interleave must be false: the model has no indexer")
         return
     if missing := [name for name, value in given.items() if value is None]:
         raise ValueError(

@@ -346,7 +346,8 @@ def rope_of(c: ModelConfig) -> Rope:
 def _attention(c: ModelConfig) -> MLA:
     indexer = None
     if c.index_n_heads and c.index_head_dim and c.index_topk and c.q_lora_rank:
-        indexer = Indexer(c.hidden_size, c.q_lora_rank, c.index_n_heads, c.index_head_dim, c.index_topk)
+        sizes = c.index_n_heads, c.index_head_dim, c.index_topk
+        indexer = Indexer(c.hidden_size, c.q_lora_rank, *sizes, c.indexer_rope_interleave)
     return MLA(
         c.hidden_size,
         c.num_attention_heads,

@@ -8,8 +8,9 @@ are read; the first, which every inference engine supports, is written.  There a
     any other      stored in `extra` unchanged, such as `quantization_config`, and written back; those that octile or
                    an inference engine reads have the types of `ExtraKeys` and `QuantizationKeys`
 
-DeepSeek-V3.2 (`deepseek_v32`) is V3 with an indexer that chooses `index_topk` tokens for each token's attention. The
-indexer's fields are read for this model type alone.
+DeepSeek-V3.2 (`deepseek_v32`) is V3 with an indexer that chooses `index_topk` tokens for each token's attention, and
+GLM-5 (`glm_moe_dsa`) is V3.2 with adjacent pairs of the indexer's rotary channels. The indexer's fields are read for
+these model types alone.
 """
 
 import warnings
@@ -48,8 +49,9 @@ COMPUTED: dict[str, Any] = {  # the one value of each that this model computes
     "rope_interleave": True,
     "seq_aux": True,
 }
-MODEL_TYPES = ("deepseek_v3", "deepseek_v2", "deepseek_v32", "kimi_k2")
-SPARSE = "deepseek_v32"  # the model type with sparse attention
+MODEL_TYPES = ("deepseek_v3", "deepseek_v2", "deepseek_v32", "kimi_k2", "glm_moe_dsa")
+GLM = "glm_moe_dsa"
+SPARSE = ("deepseek_v32", GLM)  # the model types with sparse attention
 INDEXER = ("index_n_heads", "index_head_dim", "index_topk")  # fields that it needs and others do not have
 V2_DEFAULTS: dict[str, Any] = {
     "topk_method": "greedy",
@@ -59,6 +61,8 @@ V2_DEFAULTS: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
 }
+GLM_DEFAULTS: dict[str, Any] = {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5, "indexer_rope_interleave": True}
+DEFAULTS: dict[str, dict[str, Any]] = {"deepseek_v2": V2_DEFAULTS, GLM: GLM_DEFAULTS}
 ROPES = ("rope_scaling", "rope_parameters")  # the two spellings
 YARN_NEEDED = ("factor", "original_max_position_embeddings")
 IGNORED_MSCALE = "transformers ignores both unless both are given and above 0, and computes otherwise"
@@ -70,6 +74,10 @@ class ExtraKeys:
 
     architectures: tuple[str, ...] | None = None
     dtype: str | None = None
+    index_topk_freq: int | None = None
+    index_topk_pattern: str | tuple[str, ...] | None = None
+    indexer_types: tuple[str, ...] | None = None
+    mlp_layer_types: tuple[str, ...] | None = None
     quantization_config: dict[str, Any] | None = None
     torch_dtype: str | None = None
 
@@ -109,13 +117,14 @@ def parse(config: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     config = canonical_names(config, ALIASES)
     _check_computed(config)
     given = {k: v for k, v in config.items() if k in known and (v is not None or k in NULLABLE)}
-    is_sparse = config.get("model_type") == SPARSE
+    is_sparse = config.get("model_type") in SPARSE
     if not is_sparse and (unfit := [name for name in INDEXER if name in given]):
-        raise ValueError(f"{unfit[0]} needs model_type {SPARSE!r}, not {quoted(config.get('model_type'))}")
+        kinds = " or ".join(map(repr, SPARSE))
+        raise ValueError(f"{unfit[0]} needs model_type {kinds}, not {quoted(config.get('model_type'))}")
     if missing := [name for name in (*NEEDED, *(INDEXER if is_sparse else ())) if name not in given]:
         raise ValueError(f"the configuration lacks {', '.join(missing)}")
 
-    defaults = V2_DEFAULTS if config.get("model_type") == "deepseek_v2" else {}
+    defaults = DEFAULTS.get(str(config.get("model_type")), {})
     found = {"num_nextn_predict_layers": 0, **defaults, **given, **_rope(config)}
     implied = {*known, *COMPUTED, "num_key_value_heads", "rope_parameters"}
     return {**found, "extra": {k: v for k, v in config.items() if k not in implied}}
@@ -145,12 +154,36 @@ def _check_computed(config: Mapping[str, Any]) -> None:
     for name, computed in COMPUTED.items():
         if config.get(name) is not None and not _same(config[name], computed):
             raise ValueError(f"{name} is {quoted(config[name])}, but this model computes only {computed!r}")
+    if kind == GLM:
+        _check_layers(config)
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if kv_heads is not None and not _same(kv_heads, heads):
         raise ValueError(
             f"num_key_value_heads is {quoted(kv_heads)} and num_attention_heads {quoted(heads)}, but latent attention "
             "has as many of both"
         )
+
+
+def _check_layers(config: Mapping[str, Any]) -> None:
+    """Check that each layer of a GLM-5 has an indexer of its own, and experts where `first_k_dense_replace` says so."""
+    shares = {
+        "indexer_types": not set(config.get("indexer_types") or ()) <= {"full"},
+        "index_topk_pattern": not set(config.get("index_topk_pattern") or ()) <= {"F", "full"},
+        "index_topk_freq": (config.get("index_topk_freq") or 1) > 1,
+    }
+    deciding = next((name for name in shares if config.get(name) is not None), None)  # as in transformers
+    if deciding is not None and shares[deciding]:
+        raise ValueError(
+            f"{deciding} has layers that share the top-k keys of an earlier layer's indexer, as in GLM-5.2, but this "
+            "model computes an indexer in each layer"
+        )
+    if config.get("indexer_rope_interleave") not in (None, True):
+        raise ValueError(f"indexer_rope_interleave must be true in a {GLM}, as transformers computes it")
+    layers, n_dense = config.get("mlp_layer_types"), config.get("first_k_dense_replace")
+    if layers is None or not isinstance(n_dense, int):
+        return
+    if list(layers) != ["dense"] * n_dense + ["sparse"] * (len(layers) - n_dense):
+        raise ValueError(f"mlp_layer_types must be {n_dense} × 'dense' (first_k_dense_replace), then 'sparse'")
 
 
 def _same(a: object, b: object) -> bool:

@@ -6,8 +6,8 @@
 
 A query attends to the `topk` keys with the highest logits. Up to `topk` keys it attends to all: attention is dense.
 
-Rotary positions are those of the first R channels, whose pairs are channels i and i + R/2; attention itself rotates
-adjacent channels.
+Rotary positions are those of the first R channels, whose pairs are channels i and i + R/2, or adjacent ones in GLM-5;
+attention itself rotates adjacent channels.
 
 Training has two stages. In the warm-up attention is dense, the rest of the model is frozen, and the indexer learns the
 distribution of attention over all keys. Then attention is sparse, and it learns the distribution over the top-k keys.
@@ -67,11 +67,14 @@ class Indexer(nn.Module):
         q_lora_rank: L.
         n_heads, head_dim: G and E.
         topk: K.
+        interleaved: whether the pairs of rotary channels are adjacent.
     """
 
-    def __init__(self, hidden_size: int, q_lora_rank: int, n_heads: int, head_dim: int, topk: int):
+    def __init__(
+        self, hidden_size: int, q_lora_rank: int, n_heads: int, head_dim: int, topk: int, interleaved: bool = False
+    ):
         super().__init__()
-        self.n_heads, self.head_dim, self.topk = n_heads, head_dim, topk
+        self.n_heads, self.head_dim, self.topk, self.interleaved = n_heads, head_dim, topk, interleaved
         self.wq_b = nn.Linear(q_lora_rank, n_heads * head_dim, bias=False)
         self.wk = nn.Linear(hidden_size, head_dim, bias=False)
         self.k_norm = LayerNorm(head_dim)
@@ -92,8 +95,8 @@ class Indexer(nn.Module):
         k_BSE = self.k_norm(self.wk(x_BSD))
         with without_autocast(x_BSD.device):
             weights_BSG = F.linear(x_BSD.float(), self.weights_proj.weight.float())
-        q_BSGE = _IndexValues.apply(q_BSGE, *cos_sin)
-        k_BSE = _IndexValues.apply(k_BSE[:, :, None], *cos_sin)[:, :, 0]
+        q_BSGE = _IndexValues.apply(q_BSGE, *cos_sin, self.interleaved)
+        k_BSE = _IndexValues.apply(k_BSE[:, :, None], *cos_sin, self.interleaved)[:, :, 0]
         return IndexInput(q_BSGE, k_BSE, weights_BSG * weight_factor(self.n_heads, self.head_dim))
 
     @torch.no_grad()
@@ -168,14 +171,14 @@ class _IndexValues(torch.autograd.Function):
     """Rotate rows [B, S, H, E] and round them to what FP8 holds, float32; the gradient passes through the rounding."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.dtype = x.dtype
-        data, scale = index_rows(x, cos, sin)
+        ctx.dtype, ctx.interleaved = x.dtype, interleaved
+        data, scale = index_rows(x, cos, sin, interleaved)
         return data.float() * scale[..., None]
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return rotate_first(hadamard(dy), cos, -sin).to(ctx.dtype), None, None
+        return rotate_first(hadamard(dy), cos, -sin, ctx.interleaved).to(ctx.dtype), None, None, None

@@ -9,7 +9,8 @@ and spreads outliers over all channels before they are quantized. Its sums have 
 depend on no other row.
 
 Source: DeepSeek-V3.2-Exp §1 and inference/model.py (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp), with the pairs
-that the published weights need, as in transformers' `deepseek_v32`.
+that the published weights need, as in transformers' `deepseek_v32`. GLM-5's pairs are interleaved: channels 2i and
+2i + 1, as in transformers' `glm_moe_dsa`.
 Shapes: B batch, S positions, H heads, E channels, R rotary channels.
 """
 
@@ -24,12 +25,13 @@ MAX_CHANNELS = TILE[1]  # that share a scale
 
 
 @operator()
-def index_rows(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def index_rows(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     """Rotate and quantize queries or keys.
 
     Args:
         x: [B, S, H, E], float32, bfloat16 or float16; E a power of two up to 128, channels contiguous.
         cos, sin: float32 [S, R/2], contiguous, R at most E.
+        interleaved: whether a pair is of adjacent channels.
 
     Returns:
         data [B, S, H, E] float8_e4m3fn and scale [B, S, H] float32, contiguous. A NaN or an Inf makes its row NaN.
@@ -39,28 +41,30 @@ def index_rows(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: shapes, strides or devices do not fit together, or E is not such a power of two.
     """
     _check(x, cos, sin)
-    data, scale = quantize(hadamard(rotate_first(x, cos, sin)), *TILE, "e4m3", True)
+    data, scale = quantize(hadamard(rotate_first(x, cos, sin, interleaved)), *TILE, "e4m3", True)
     return data, scale[..., 0].contiguous()
 
 
 @index_rows.register_fake
-def _(x, cos, sin):
+def _(x, cos, sin, interleaved=False):
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(x.shape[:3], dtype=torch.float32)
 
 
 @index_rows.register_kernel("cuda")
-def _(x, cos, sin):
+def _(x, cos, sin, interleaved=False):
     from octile.kernels.triton import index_rows as kernel  # late: a machine without a GPU has no Triton
 
     _check(x, cos, sin)
-    return kernel.launch(x, cos, sin)
+    return kernel.launch(x, cos, sin, interleaved)
 
 
-def rotate_first(x_SHE: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
+def rotate_first(x_SHE: Tensor, cos_SR: Tensor, sin_SR: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate the pairs of the first R channels of x [..., S, H, E]; float32. With −sin the rotation is reversed."""
-    cos_S1R, sin_S1R, half = cos_SR[:, None], sin_SR[:, None], cos_SR.shape[1]
-    a, b, rest = x_SHE.float().split([half, half, x_SHE.shape[-1] - 2 * half], dim=-1)
-    return torch.cat((a * cos_S1R - b * sin_S1R, b * cos_S1R + a * sin_S1R, rest), dim=-1)
+    cos_S1R, sin_S1R, width = cos_SR[:, None], sin_SR[:, None], 2 * cos_SR.shape[1]
+    pairs, rest = x_SHE.float().split([width, x_SHE.shape[-1] - width], dim=-1)
+    a, b = pairs.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else pairs.chunk(2, dim=-1)
+    rotated = a * cos_S1R - b * sin_S1R, b * cos_S1R + a * sin_S1R
+    return torch.cat((torch.stack(rotated, dim=-1).flatten(-2), rest) if interleaved else (*rotated, rest), dim=-1)
 
 
 def hadamard(x: Tensor) -> Tensor:

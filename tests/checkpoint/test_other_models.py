@@ -49,7 +49,7 @@ def test_every_command_that_loads_a_model_says_who_serves_another(name, converte
     with pytest.raises(SystemExit) as end:
         main([names.get(word, word) for word in COMMANDS[name]])
     line = capsys.readouterr().err.splitlines()[-1]
-    types = "deepseek_v3, deepseek_v2, deepseek_v32, kimi_k2"
+    types = "deepseek_v3, deepseek_v2, deepseek_v32, kimi_k2, glm_moe_dsa"
     assert end.value.code == 2
     assert line == (
         f"octile: {converted} has a model of type 'qwen3' (Qwen3ForCausalLM), but octile loads only the types {types}; "

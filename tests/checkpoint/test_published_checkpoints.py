@@ -1,4 +1,4 @@
-"""Published checkpoints: the tensors of DeepSeek-V3, Moonlight and Kimi-K2, and miniatures of V3, V3.1 and V3.2.
+"""Published checkpoints: the tensors of DeepSeek-V3, Moonlight and Kimi-K2, and miniatures of V3, V3.1, V3.2, GLM-5.
 
 The names, dtypes and shapes are written out here once more, as the index and the headers of those checkpoints have
 them, and compared with what octile reads and writes.
@@ -60,7 +60,10 @@ SMALL = {  # few layers and experts, and weights of several blocks
 INDEXER = {"index_head_dim": 8, "index_n_heads": 40, "index_topk": 64}
 SMALL_V31 = {**SMALL, "quantization_config": UE8M0}
 SMALL_V32 = {**SMALL_V31, **INDEXER, "model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"]}
-EVERY_RELEASE = pytest.mark.parametrize("published", [SMALL, SMALL_V31, SMALL_V32], ids=["V3", "V3.1", "V3.2"])
+SMALL_GLM = {**SMALL_V32, "model_type": "glm_moe_dsa", "architectures": ["GlmMoeDsaForCausalLM"]}
+SMALL_GLM |= {"indexer_rope_interleave": True}
+RELEASES = {"V3": SMALL, "V3.1": SMALL_V31, "V3.2": SMALL_V32, "GLM-5": SMALL_GLM}
+EVERY_RELEASE = pytest.mark.parametrize("published", RELEASES.values(), ids=RELEASES)
 
 
 def published_tensors(config: dict) -> Iterator[tuple[str, str, tuple[int, ...]]]:
@@ -100,7 +103,7 @@ def published_tensors(config: dict) -> Iterator[tuple[str, str, tuple[int, ...]]
         yield from fp8(f"{attention}.o_proj", d, heads * v)
         if config["vocab_size"] == OF_MOONSHOT["vocab_size"]:
             yield f"{attention}{ROTARY_FREQUENCIES}", "F32", (rope // 2,)
-        if config["model_type"] == "deepseek_v32":
+        if "index_topk" in config:
             index_heads, index_dim = config["index_n_heads"], config["index_head_dim"]
             yield from fp8(f"{attention}.indexer.wq_b", index_heads * index_dim, q)
             yield from fp8(f"{attention}.indexer.wk", index_dim, d)

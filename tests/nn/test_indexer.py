@@ -140,11 +140,13 @@ def test_values_are_those_of_fp8_and_survive_a_second_quantization():
     assert torch.equal(torch.exp2(scale.log2().round()), scale)
 
 
-def test_gradients_are_those_of_the_rotations():
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_gradients_are_those_of_the_rotations(interleaved):
     indexer, (x, latent) = make_indexer(), inputs(batch=1)
+    indexer.interleaved = interleaved
     (found,) = torch.autograd.grad(indexer(x, latent, cos_sin(0, 20)).q.square().sum() / 2, indexer.wq_b.weight)
     q = F.linear(latent, indexer.wq_b.weight).unflatten(-1, (G, E))
-    rotated = hadamard(rotate_first(q, *cos_sin(0, 20)))
+    rotated = hadamard(rotate_first(q, *cos_sin(0, 20), interleaved))
     values = indexer(x, latent, cos_sin(0, 20)).q.detach()
     torch.testing.assert_close(found, torch.autograd.grad((rotated * values).sum(), indexer.wq_b.weight)[0])
 

@@ -19,22 +19,27 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def definition(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def definition(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """The rotated rows in float64, by complex numbers and by the matrix."""
     half, width = cos.shape[1], x.shape[-1]
-    pairs = torch.complex(x[..., :half].double(), x[..., half : 2 * half].double())
+    first, second = (
+        (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(half), slice(half, 2 * half))
+    )
+    pairs = torch.complex(x[..., first].double(), x[..., second].double())
     rotated = pairs * torch.complex(cos.double(), sin.double())[:, None]
-    rows = torch.cat((rotated.real, rotated.imag, x[..., 2 * half :].double()), dim=-1)
+    rows = x.double()
+    rows[..., first], rows[..., second] = rotated.real, rotated.imag
     signs = [[(-1.0) ** bin(i & j).count("1") for j in range(width)] for i in range(width)]  # Sylvester's matrix
     return rows @ torch.tensor(signs, dtype=torch.float64) * width**-0.5
 
 
 @pytest.mark.parametrize(("width", "rotary"), [(2, 2), (32, 8), (64, 64), (128, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_are_rotated_and_quantized(width, rotary, dtype):
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rows_are_rotated_and_quantized(width, rotary, dtype, interleaved):
     x, cos_sin = draw(2, 5, 3, width).to(dtype), angles(3, 5, rotary)
-    data, scale = index_rows(x, *cos_sin)
-    expected = definition(x, *cos_sin)
+    data, scale = index_rows(x, *cos_sin, interleaved)
+    expected = definition(x.clone(), *cos_sin, interleaved)
     assert torch.equal(scale, torch.exp2((expected.abs().amax(-1) / 448).log2().ceil()).float())
     error = (data.double() * scale[..., None] - expected).abs()
     assert (error <= 2**-4 * expected.abs() * 1.001 + 2**-10 * scale[..., None]).all()
@@ -62,9 +67,11 @@ def test_products_of_rotated_rows_depend_on_the_distance_alone():
     torch.testing.assert_close(torch.stack(products), products[0].expand(3), rtol=1e-4, atol=1e-4)
 
 
-def test_the_reversed_rotation_is_the_inverse():
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_reversed_rotation_is_the_inverse(interleaved):
     x, (cos, sin) = draw(2, 5, 3, E), angles(7, 5)
-    torch.testing.assert_close(rotate_first(rotate_first(x, cos, sin), cos, -sin), x)
+    rotated = rotate_first(x, cos, sin, interleaved)
+    torch.testing.assert_close(rotate_first(rotated, cos, -sin, interleaved), x)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

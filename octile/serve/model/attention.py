@@ -344,8 +344,8 @@ class Attention:
         """Rotate the indexer's queries or keys, and quantize them unless they are in FP32: as `index_rows`."""
         assert self.index is not None
         if self.index.dtype != torch.float32:
-            return index_rows(x_1THE, *cos_sin)
-        rotated_1THE = rotate_first(x_1THE, *cos_sin)
+            return index_rows(x_1THE, *cos_sin, self.config.indexer_rope_interleave)
+        rotated_1THE = rotate_first(x_1THE, *cos_sin, self.config.indexer_rope_interleave)
         return rotated_1THE, rotated_1THE.new_ones(rotated_1THE.shape[:3])
 
     def attend(

@@ -14,11 +14,12 @@ pytestmark = pytest.mark.usefixtures("gpu")
 @pytest.mark.each_pair
 @pytest.mark.parametrize(("width", "rotary"), [(2, 2), (16, 0), (32, 8), (64, 64), (128, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_are_those_of_the_reference(width: int, rotary: int, dtype: torch.dtype):
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rows_are_those_of_the_reference(width: int, rotary: int, dtype: torch.dtype, interleaved: bool):
     x = finite(2, 3, 2, width).clamp(-1e30, 1e30).to(dtype)
     x[0, 1, 0, 1], x[1, 0, 1, 0], x[1, 2, 1] = torch.nan, torch.inf, 0.0
     cos_sin = Rope(rotary).cos_sin(torch.arange(5, 8)) if rotary else (torch.zeros(3, 0), torch.zeros(3, 0))
-    assert_same(kernel.launch(x, *cos_sin), index_rows(x, *cos_sin))
+    assert_same(kernel.launch(x, *cos_sin, interleaved), index_rows(x, *cos_sin, interleaved))
 
 
 def test_rows_of_any_strides():

@@ -61,6 +61,15 @@ def test_texts_read_in_chunks_and_token_by_token_have_the_models_logits(model, b
         assert error(logits, whole(model, text(LENGTHS[i], i))) < FP32_ERROR
 
 
+def test_texts_have_the_logits_of_a_glm_5(model):
+    of_glm = new_model(fp8=False, config=replace(SPARSE, indexer_rope_interleave=True))
+    of_glm.load_state_dict(model.state_dict())
+    found = read_all(ModelRunner(of_glm, N_PAGES))
+    for i, logits in enumerate(found):
+        assert error(logits, whole(of_glm, text(LENGTHS[i], i))) < FP32_ERROR
+    assert error(found[0], whole(model, text(LENGTHS[0], 0))) > 1e-3
+
+
 def test_the_models_logits_are_not_those_of_dense_attention(model):
     dense = new_model(fp8=False)
     dense.load_state_dict({n: t for n, t in model.state_dict().items() if ".indexer." not in n})
