@@ -1,5 +1,6 @@
 """The page at / in a real browser."""
 
+import re
 import shutil
 
 import pytest
@@ -40,8 +41,16 @@ def open_page(browser):
     assert not problems
 
 
+@pytest.fixture(scope="module")
+def shared_page(browser, served):
+    page = browser.new_page()
+    page.goto(served.url)
+    yield page
+    page.close()
+
+
 def send(page, text: str) -> None:
-    page.get_by_label("prompt").fill(text)
+    page.get_by_label("prompt", exact=True).fill(text)
     page.get_by_role("button", name="Send").click()
 
 
@@ -93,7 +102,109 @@ def test_the_browser_shows_speed_cache_and_acceptance_and_stops(serve, open_page
     page.get_by_role("button", name="Stop").click()
     wait_until(served.is_idle)
     sync_api.expect(page.locator(".facts")).to_contain_text("stopped")
+    tokens, speed = re.match(
+        r"(\d+) tokens · ([\d.]+) tokens/s · first after", page.locator(".facts").inner_text()
+    ).groups()
+    assert int(tokens) > 0
+    assert float(speed) > 0
     sync_api.expect(page.locator("#requests")).to_have_text("0, 0")
+
+
+@pytest.mark.parametrize("viewport", [(390, 844), (1280, 800)], ids=["390", "1280"])
+def test_meters_stay_in_view_while_a_long_answer_streams(serve, open_page, viewport):
+    served = serve(step_seconds=0.005)
+    page = open_page(served, viewport={"width": viewport[0], "height": viewport[1]})
+    page.get_by_label("new tokens").fill("3900")
+    send(page, "a\n" * 20)
+    answer = page.locator(".message").nth(1)
+    wait_until(lambda: answer.bounding_box()["height"] > 1500)
+    sync_api.expect(page.locator(".facts")).to_contain_text("being written")
+    for meter in ("#speed", "#cache", "#acceptance", "#requests"):
+        box = page.locator(meter).bounding_box()
+        assert 0 <= box["y"] <= 120
+        middle = [box["x"] + 5, box["y"] + box["height"] / 2]
+        on_top = "([x, y]) => document.elementFromPoint(x, y).id"  # nothing lies over it
+        assert page.evaluate(on_top, middle) == meter.removeprefix("#")
+    page.get_by_role("button", name="Stop").click()
+    wait_until(served.is_idle)
+
+
+def test_code_between_fences_is_monospaced_and_is_no_markup(serve, open_page):
+    page = open_page(serve(template="{{ messages[0].content }}"))
+    page.get_by_label("new tokens").fill("60")
+    send(page, "Before\n\n```python\nif a < b:\n    <b>c</b>\n```\nafter")
+    sync_api.expect(page.locator(".facts")).to_contain_text("limit of tokens")
+    code = page.locator(".message pre").first
+    assert code.inner_text() == "if a < b:\n    <b>c</b>\n"
+    assert "monospace" in code.evaluate("element => getComputedStyle(element).fontFamily")
+    assert page.locator(".message").nth(1).locator("b").count() == 0
+    assert page.locator(".message [data-kind=text]").first.inner_text() == "Before"
+    assert page.locator(".message [data-kind=text]").nth(1).inner_text().startswith("after")
+
+
+def test_thoughts_are_folded_and_can_be_unfolded(serve, open_page):
+    page = open_page(serve(template="{{ messages[0].content }}"))
+    page.get_by_label("new tokens").fill("60")
+    send(page, "<think>a secret</think>the answer")
+    sync_api.expect(page.locator(".facts")).to_contain_text("limit of tokens")
+    thought = page.locator(".message details").first
+    sync_api.expect(thought.locator("div")).to_be_hidden()
+    assert page.locator(".message [data-kind=text]").first.inner_text().startswith("the answer")
+    thought.get_by_text("thoughts").click()
+    assert thought.locator("div").inner_text() == "a secret"
+
+
+def test_thoughts_that_are_unfolded_stay_so_while_the_answer_is_written(serve, open_page):
+    served = serve(step_seconds=0.005, template="{{ messages[0].content }}")
+    page = open_page(served)
+    page.get_by_label("new tokens").fill("2000")
+    send(page, "<think>a secret</think>the answer")
+    thought = page.locator(".message details").first
+    thought.get_by_text("thoughts").click()
+    tokens = page.locator(".facts").inner_text()
+    sync_api.expect(page.locator(".facts")).not_to_have_text(tokens)
+    assert thought.locator("div").is_visible()
+    page.get_by_role("button", name="Stop").click()
+    wait_until(served.is_idle)
+
+
+@pytest.mark.parametrize(
+    ("answer", "parts"),
+    [
+        ("a", [["text", "a"]]),
+        ("<think>a", [["thought", "a"]]),
+        ("a</think>\n\nb", [["thought", "a"], ["text", "b"]]),
+        ("<think>a</think>b<think>c</think>", [["thought", "a"], ["text", "b"], ["thought", "c"]]),
+        ("```\na", [["code", "a"]]),
+        ("```\n<think>\n```\n", [["code", "<think>\n"]]),
+        ("a ``` b", [["text", "a ``` b"]]),
+        ("a\n```py", [["text", "a\n```py"]]),
+        ("```\na\n```\nb\n```\nc\n```", [["code", "a\n"], ["text", "b"], ["code", "c\n"]]),
+    ],
+)
+def test_the_parts_of_an_answer(shared_page, answer, parts):
+    assert shared_page.evaluate("answer => [...parts(answer)]", answer) == parts
+
+
+def test_a_system_prompt_goes_before_each_chat(serve, open_page):
+    page = open_page(serve(template="{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"))
+    page.get_by_label("new tokens").fill("30")
+    page.get_by_text("system prompt").click()
+    page.get_by_label("system prompt").fill("Be brief.")
+    sync_api.expect(page.locator("summary")).to_have_text("system prompt · in use")
+    messages = page.locator(".message")
+    for n, text in enumerate(("one", "two"), start=1):
+        send(page, text)
+        sync_api.expect(page.get_by_text("limit of tokens")).to_have_count(n)
+        assert messages.nth(2 * n - 1).inner_text().startswith("[system] Be brief.\n[user] one\n")
+
+
+def test_a_text_that_is_continued_has_no_system_prompt(serve, open_page):
+    page = open_page(serve())
+    page.get_by_label("mode").select_option("text")
+    sync_api.expect(page.get_by_text("system prompt")).to_be_hidden()
+    page.get_by_label("mode").select_option("chat")
+    sync_api.expect(page.get_by_text("system prompt")).to_be_visible()
 
 
 @pytest.mark.parametrize("mode", ["chat", "text"])
@@ -118,7 +229,7 @@ def test_an_error_is_shown_in_the_browser(serve, open_page):
     page = open_page(serve(Limits(new_tokens=10)))
     send(page, "a")
     sync_api.expect(page.locator(".facts")).to_contain_text("max_tokens must be at most 10")
-    assert page.get_by_label("prompt").input_value() == "a"
+    assert page.get_by_label("prompt", exact=True).input_value() == "a"
 
 
 def test_the_end_of_an_answer_is_above_the_footer(serve, open_page):
@@ -176,10 +287,11 @@ def test_a_key_that_no_request_can_carry_is_refused_by_its_name(serve, open_page
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_fits_a_telephone_and_has_contrast(serve, open_page, scheme):
     page = open_page(serve(), viewport={"width": 390, "height": 844}, color_scheme=scheme)
-    send(page, "a" * 500)
+    page.get_by_text("system prompt").click()
+    send(page, "<think>a</think>" + "a" * 500)
     sync_api.expect(page.locator(".facts")).to_contain_text("tokens/s")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    for element in ("body", "#about", "#send", ".message.user", ".facts", "label"):
+    for element in ("body", "#about", "#send", ".message.user", ".facts", "label", "summary", ".message summary"):
         assert contrast(page, element) >= 4.5, element  # WCAG 2.1, level AA
 
 
