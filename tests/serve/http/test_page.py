@@ -54,11 +54,13 @@ def send(page, text: str) -> None:
     page.get_by_role("button", name="Send").click()
 
 
-def test_a_thought_is_shown_before_the_answer(serve, open_page):
+def test_a_thought_of_its_own_field_is_folded_before_the_answer(serve, open_page):
     page = open_page(serve(template="a", answer=list("<think>why</think>because"), parsers=Parsers("deepseek_r1")))
     send(page, "Why?")
     sync_api.expect(page.locator(".facts")).to_contain_text("finished")
-    assert page.locator(".message").nth(1).inner_text() == "why\n\nbecause"
+    message = page.locator(".message").nth(1)
+    assert message.inner_text() == "thoughts\nbecause"
+    assert message.locator("details div").text_content() == "why"
 
 
 def test_a_chat_in_the_browser(serve, open_page):
