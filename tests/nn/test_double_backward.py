@@ -99,7 +99,7 @@ RAISING: dict[str, Callable[[Tensor], Tensor]] = {  # functions of x [1, S, D]
     "_TopKAlignmentLoss": top_k_alignment,
     "_TopKAttention": attention_to_top_k_keys,
     "_FeedForward": lambda x: apply_recipe(MLP(D, D), RECIPE)(x),
-    "_IndexValues": lambda x: _IndexValues.apply(x.unflatten(-1, (2, 64)), *COS_SIN),
+    "_IndexValues": lambda x: _IndexValues.apply(x.unflatten(-1, (2, 64)), *COS_SIN, False),
     "_LatentAttention": lambda x: apply_recipe(mla(), RECIPE)(x, COS_SIN),
     "_Gate": lambda x: Gate(D, 4, 2)(x.flatten(0, 1)).weights_TK,
     "_Linear": deferrable_linear,

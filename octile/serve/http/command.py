@@ -27,8 +27,8 @@ class Options:
         host: the address to listen at. 127.0.0.1 is reached from this machine only, 0.0.0.0 from its network, too.
         port: the port to listen at; 0 chooses a free one.
         model_name: the name by which clients ask for the model; the folder's name if not given.
-        sampling_defaults: model: requests that give no temperature, top_p or top_k get those of the folder's
-            generation_config.json; openai: they get OpenAI's, temperature 1 and all tokens.
+        sampling_defaults: model: requests that give no temperature, top_p, top_k, min_p or repetition_penalty get those
+            of the folder's generation_config.json; openai: they get OpenAI's, temperature 1 and all tokens.
         reasoning_parser: deepseek_r1: what a model writes between <think> and </think> in a chat is answered as
             reasoning_content; it stays in the text if not given.
         tool_call_parser: how the model writes calls of functions in chats, which are answered as tool_calls; requests
@@ -98,7 +98,7 @@ PACKAGES = "fastapi", "uvicorn", "prometheus_client"  # of the extra `serve`, wh
 
 SECTIONS = (
     Section("model", ("run", "device", "model_name", "sampling_defaults")),
-    Section("chats", ("reasoning_parser", "tool_call_parser")),
+    Section("chats", (), ("reasoning_parser", "tool_call_parser")),
     Section(
         "address and clients",
         ("host", "port", "api_key"),

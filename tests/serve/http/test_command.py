@@ -42,7 +42,7 @@ def start(folder: Path, *options: str) -> subprocess.Popen:
 def configured(folder, tmp_path_factory):
     """The folder of a model with a generation_config.json."""
     copy = shutil.copytree(folder, tmp_path_factory.mktemp("command") / "micro")
-    values = {"eos_token_id": [1, 70], "do_sample": True, "temperature": 0.5, "top_k": 200, "min_p": 0.1}
+    values = {"eos_token_id": [1, 70], "do_sample": True, "temperature": 0.5, "top_k": 200, "typical_p": 0.9}
     (copy / "generation_config.json").write_text(json.dumps(values))
     return copy
 
@@ -85,7 +85,8 @@ def test_it_says_what_it_serves(printed):
 def test_it_says_on_standard_error_that_it_loads_before_it_serves(process, printed):
     assert process.stderr.readline() == "loading micro on cpu\n"
     assert re.fullmatch(
-        r"octile: generation_config.json of \S+ has fields that are not used: min_p 0.1\n", process.stderr.readline()
+        r"octile: generation_config.json of \S+ has fields that are not used: typical_p 0.9\n",
+        process.stderr.readline(),
     )
 
 
@@ -97,7 +98,10 @@ def test_the_text_is_that_of_the_engine(client, configured, tokenizer):
     answer = client.completions.create(model="micro", prompt="def f", max_tokens=20, seed=3)
     opened = Folder.open(configured)
     engine, _ = opened.load(torch.device("cpu"), EngineConfig(), CacheConfig())
-    engine.add([tokenizer.begin, *tokenizer.encode("def f")], opened.sampling(max_new_tokens=20, seed=3))
+    engine.add(
+        [tokenizer.begin, *tokenizer.encode("def f")],
+        opened.sampling(max_new_tokens=20, seed=3, skip_special_tokens=True),
+    )
     text = ""
     while engine.has_work:
         text += "".join(output.text for output in engine.step())

@@ -154,7 +154,7 @@ class ToolParser:
 
     def _end_call(self, content: list[str], calls: list[ToolCall]) -> None:
         call = self._form.read("".join(self._body))
-        if call is None or not call.name or not is_object(call.arguments):
+        if call is None or not call.name or not is_mapping(call.arguments):
             content += [*self._unsure, self._form.call_end]
             self._state, self._unsure = _State.MALFORMED, []
             return
@@ -165,7 +165,7 @@ class ToolParser:
         self._state, self._unsure = _State.SECTION, []
 
 
-def is_object(text: str) -> bool:
+def is_mapping(text: str) -> bool:
     """Whether a text is a JSON object."""
     try:
         return isinstance(json.loads(text, parse_constant=_refuse), dict)

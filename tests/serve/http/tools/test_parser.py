@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis.strategies import booleans, lists, sampled_from
 
 from octile.serve.http.tools.formats import FORMATS
-from octile.serve.http.tools.parser import Called, CallFormat, CallText, ToolCall, ToolParser, is_object
+from octile.serve.http.tools.parser import Called, CallFormat, CallText, ToolCall, ToolParser, is_mapping
 from tests.serve.http.pieces import CUTS, split
 
 FORM = CallFormat("[[", "]]", "<call>", "</call>", lambda body: CallText(*body.split(":", 1)) if ":" in body else None)
@@ -80,7 +80,7 @@ def test_the_fields_of_a_call():
      ('{"a": Infinity}', False), ('{"a":' * 100_000, False)],
 )  # fmt: skip
 def test_arguments_are_a_json_object(text, expected):
-    assert is_object(text) is expected
+    assert is_mapping(text) is expected
 
 
 def fragments(form: CallFormat) -> list[str]:
