@@ -540,12 +540,16 @@ class Engine:
         length, version, has_old_latents = len(tokens), self.weights_version, request.has_old_latents
         text = ""
         reason = error = None
+        stopped_by: str | int | None = None
         for token in chosen:
             if token < 0:
                 reason, error = FinishReason.ERROR, why or _describe_logits(token, request)
                 break
-            if (token in self._end_tokens and not sampling.ignore_eos) or token in sampling.stop_token_ids:
+            if token in self._end_tokens and not sampling.ignore_eos:
                 reason = FinishReason.STOP
+                break
+            if token in sampling.stop_token_ids:
+                reason, stopped_by = FinishReason.STOP, token
                 break
             if request.matcher is not None:
                 try:
@@ -555,6 +559,7 @@ class Engine:
                     break
             tokens.append(token)
             text += stream.add(token, may_stop=request.n_generated > sampling.min_tokens)
+            stopped_by = stream.stopped_by
             if stream.is_stopped or (request.matcher is not None and request.matcher.has_ended):
                 reason = FinishReason.STOP
                 break
@@ -572,8 +577,9 @@ class Engine:
         prompt_logprobs = tuple(request.prompt_logprobs)
         request.prompt_logprobs.clear()
         return Output(
-            request.id, tuple(tokens[length:]), text, (), reason, error, version, has_old_latents, prompt_logprobs
-        )
+            request.id, tuple(tokens[length:]), text, (), reason, error, version, has_old_latents, prompt_logprobs,
+            request.n_cached, stopped_by,
+        )  # fmt: skip
 
     def _remove(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason

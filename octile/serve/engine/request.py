@@ -212,6 +212,8 @@ class Output(NamedTuple):
         has_old_latents: whether these weights have chosen them over latents of older ones.
         prompt_logprobs: log-probabilities of each token of the prompt but the first, if they were asked for, in the
             request's first output; they are those of the weights that have chosen its first token.
+        cached_tokens: tokens of its prompt whose latents were in the cache when it began.
+        stopped_by: the stop string, or the token of stop_token_ids, that has ended it; None: something else.
     """
 
     request_id: int
@@ -223,6 +225,8 @@ class Output(NamedTuple):
     weights_version: int = 0
     has_old_latents: bool = False
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    cached_tokens: int = 0
+    stopped_by: str | int | None = None
 
 
 class PromptLatents(Protocol):
@@ -258,6 +262,7 @@ class Request:
         page_keys: keys of its full pages, as far as they were needed.
         drafts: draft tokens that follow `tokens`, to be verified by the next forward pass.
         was_admitted: whether it has run before.
+        n_cached: tokens of its prompt whose latents were in the cache when it first ran.
         latents: latents of its prompt, until it is admitted, if another process has prefilled it.
         weights_versions: which weights have chosen its tokens: (position in `tokens`, version of the weights from there
             on), one entry, or one more for each update of the weights in flight.
@@ -280,6 +285,7 @@ class Request:
     page_keys: list[bytes] = field(init=False, default_factory=list)
     drafts: list[int] = field(init=False, default_factory=list)
     was_admitted: bool = field(init=False, default=False)
+    n_cached: int = field(init=False, default=0)
     latents: PromptLatents | None = field(init=False, default=None)
     weights_versions: list[tuple[int, int]] = field(init=False, default_factory=list)
     has_old_latents: bool = field(init=False, default=False)

@@ -220,7 +220,8 @@ class Scheduler:
         request.n_computed = len(shared) * self.page_size
         if not request.was_admitted:
             self.prompt_tokens += len(request.prompt)
-            self.shared_tokens += request.n_computed
+            request.n_cached = request.n_computed
+            self.shared_tokens += request.n_cached
             request.was_admitted = True
         if request.latents is not None:
             request.latents.write(request.pages, len(shared))

@@ -24,6 +24,7 @@ class TextStream:
 
     Attributes:
         is_stopped: whether a stop string was found. Further tokens add nothing.
+        stopped_by: that stop string; of several the one that begins first.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), skip_special_tokens: bool = False):
@@ -35,6 +36,7 @@ class TextStream:
         self._n_decoded = 0
         self._withheld = ""  # may be the beginning of a stop string
         self.is_stopped = False
+        self.stopped_by: str | None = None
 
     def add(self, token: int, may_stop: bool = True) -> str:
         """Append a token, and return the text that it completes; may_stop: whether a stop string may end the text."""
@@ -70,10 +72,11 @@ class TextStream:
         if not self._stop:
             return new
         text = self._withheld + new
-        found = [i for i in (text.find(stop) for stop in self._stop) if i >= 0]
+        found = [(i, stop) for i, stop in ((text.find(stop), stop) for stop in self._stop) if i >= 0]
         if found and may_stop:
+            end, self.stopped_by = min(found)
             self.is_stopped, self._withheld = True, ""
-            return text[: min(found)]
+            return text[:end]
         n = max(_overlap(text, stop) for stop in self._stop)
         self._withheld = text[len(text) - n :]
         return text[: len(text) - n]

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octile import __version__
 from octile.serve.http.config import WRITE_SECONDS
+from octile.serve.http.request_id import HEADER
 from octile.serve.http.responses import NEVER_RETRY, ApiError
 from octile.serve.http.service import Service
 
@@ -89,7 +90,7 @@ def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         allow_origins=origins,
         allow_methods=(*READ, "POST"),
         allow_headers=("*",),  # OpenAI's client sends a dozen
-        expose_headers=("Retry-After", *NEVER_RETRY),
+        expose_headers=("Retry-After", HEADER, *NEVER_RETRY),
     )
 
 

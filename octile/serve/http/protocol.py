@@ -45,6 +45,8 @@ WORDING = {  # pydantic's name of an error: what the field must be
     "finite_number": "finite",
     "bool_type": "true or false",
     "string_type": "a text",
+    "string_too_short": "a text of at least {min_length} characters",
+    "string_too_long": "a text of at most {max_length} characters",
     "list_type": "a list",
     "dict_type": "an object",
     "none_required": "null",
@@ -99,6 +101,7 @@ class Generation(Body):
     structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool | None = False
+    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
 
     # of no effect: who asks, and how OpenAI accounts and caches
     user: str | None = None

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -212,6 +211,9 @@ class Answer(ABC):
         n: choices of each prompt.
         scores_prompts: whether the log-probabilities of prompts are shown, in whole responses alone.
         shows_tokens: whether the tokens of prompts and of choices are shown.
+
+    Attributes:
+        shows_usage: whether chunks have the field usage, which is null in all but the last.
     """
 
     prefix: str
@@ -230,12 +232,18 @@ class Answer(ABC):
         self._tokenizer, self._prompts, self._n = tokenizer, prompts, n
         self._scores_prompts, self._shows_tokens = scores_prompts, shows_tokens
         self._prompt_tokens, self._new_tokens = sum(map(len, prompts)), 0
-        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._cached_tokens = [0] * len(prompts)
+        self.shows_usage = False
+        self._head = {"id": "", "created": int(time.time()), "model": model}
         self._choices = [self.empty(i) for i in range(len(prompts) * n)]
         self._texts: list[list[str]] = [[] for _ in self._choices]  # of the whole response, joined at its end
         self._tokens: list[list[int]] = [[] for _ in self._choices]  # likewise, if they are shown
         self._scores: list[tuple[TokenLogprobs, ...]] = [() for _ in self._choices]  # of its prompt
         self._versions = [WeightsVersions() for _ in self._choices]
+
+    def name(self, request_id: str) -> None:
+        """Give the response the id of its request."""
+        self._head["id"] = f"{self.prefix}-{request_id}"
 
     def add(self, index: int, output: Output) -> None:
         """Add what is new about a choice to the whole response."""
@@ -246,7 +254,8 @@ class Answer(ABC):
             self._tokens[index] += output.tokens
         self.extend(self._choices[index], output)
         if output.finish_reason is not None:
-            self._choices[index]["finish_reason"] = str(output.finish_reason)
+            reasons = {"finish_reason": str(output.finish_reason), "stop_reason": output.stopped_by}
+            self._choices[index].update(reasons)
 
     def whole(self) -> dict[str, Any]:
         """The body of the whole response."""
@@ -266,8 +275,9 @@ class Answer(ABC):
         if not (output.text or output.logprobs or output.finish_reason or shown.get("token_ids")):
             return None
         reason = None if output.finish_reason is None else str(output.finish_reason)
+        reasons = {"finish_reason": reason, "stop_reason": output.stopped_by}
         marks = {"weights_version": output.weights_version} if reason is None else self._versions[index].fields()
-        return self._as_chunk([{**self.part(index, output), "finish_reason": reason, **marks, **shown}])
+        return self._as_chunk([{**self.part(index, output), **reasons, **marks, **shown}])
 
     def first_chunks(self) -> list[dict[str, Any]]:
         """The chunks before the first output."""
@@ -277,17 +287,19 @@ class Answer(ABC):
         """The last chunk of a stream that is to have the usage."""
         return {**self._as_chunk([]), "usage": self.usage()}
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """The numbers of tokens so far."""
         total = self._prompt_tokens + self._new_tokens
         return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self._new_tokens,
             "total_tokens": total,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens)},
         }
 
     def _as_chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._head, "object": self.chunk_object, "choices": choices}
+        usage = {"usage": None} if self.shows_usage else {}
+        return {**self._head, "object": self.chunk_object, "choices": choices, **usage}
 
     def prompt_tokens(self, index: int) -> dict[str, Any]:
         """The field with the tokens of a choice's prompt, if tokens are shown."""
@@ -311,6 +323,8 @@ class Answer(ABC):
 
     def _count(self, index: int, output: Output) -> None:
         self._new_tokens += len(output.tokens)
+        if index % self._n == 0:  # the other choices of a prompt find what the first one has computed
+            self._cached_tokens[index // self._n] = output.cached_tokens
         self._versions[index].add(output)
 
     def _token_text(self, token: int) -> str:
@@ -355,7 +369,7 @@ class Completion(Answer):
         self._offsets = [0] * len(self._choices)
 
     def empty(self, index: int) -> dict[str, Any]:  # noqa: D102
-        return {"index": index, "text": "", "logprobs": None, "finish_reason": None}
+        return {"index": index, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
 
     def extend(self, choice: dict[str, Any], output: Output) -> None:  # noqa: D102
         if output.logprobs:
@@ -431,7 +445,7 @@ class ChatCompletion(Answer):
 
     def empty(self, index: int) -> dict[str, Any]:  # noqa: D102
         message = {"role": "assistant", "content": "", "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": None}
+        return {"index": index, "message": message, "logprobs": None, "finish_reason": None, "stop_reason": None}
 
     def extend(self, choice: dict[str, Any], output: Output) -> None:  # noqa: D102
         if output.logprobs:

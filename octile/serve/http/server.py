@@ -19,6 +19,7 @@ from octile.serve.http.address import listen
 from octile.serve.http.app import allow_origins, create_app
 from octile.serve.http.config import HEAD_SECONDS, WRITE_SECONDS
 from octile.serve.http.connection import Connection
+from octile.serve.http.request_id import AddRequestId
 from octile.serve.http.service import Service
 from octile.text import format_count
 
@@ -54,7 +55,7 @@ class Server(uvicorn.Server):
         app: ASGIApp = create_app(service, api_keys, hosts, weights_key)
         super().__init__(
             uvicorn.Config(
-                allow_origins(app, origins) if origins else app,
+                AddRequestId(allow_origins(app, origins) if origins else app),
                 http=Connection,
                 ws="none",
                 lifespan="on",

@@ -325,10 +325,16 @@ class Service:
             body = parse(form, await _read_body(request, self.limits.body, deadline))
             self.check_model(body.model)
             slots.take(count_prompts(body) * (body.n or 1) - 1)
+
+            def named(body: B) -> Job:
+                job = read(body)
+                job.answer.name(body.request_id or request.state.request_id)
+                return job
+
             if not body.stream:
-                whole = await while_connected(request.receive, self._whole(body, read, deadline))
+                whole = await while_connected(request.receive, self._whole(body, named, deadline))
                 return PacedResponse.of_json(whole, held.pop_all())
-            events = await held.enter_async_context(aclosing(self._events(body, read, deadline)))
+            events = await held.enter_async_context(aclosing(self._events(body, named, deadline)))
             first = await while_connected(request.receive, _next(events))
             return PacedResponse.of_events(_chain(first, events), held.pop_all())
 
@@ -351,13 +357,14 @@ class Service:
         try:
             job = await asyncio.to_thread(read, body)
             answer = job.answer
+            answer.shows_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
             async with aclosing(self._outputs(job, deadline)) as outputs:
                 async for new in outputs:
                     chunks = [] if has_begun else answer.first_chunks()
                     chunks += [chunk for index, output in new if (chunk := answer.chunk(index, output)) is not None]
                     has_begun = True
                     yield "".join(map(event, chunks))
-            if body.stream_options is not None and body.stream_options.include_usage:
+            if answer.shows_usage:
                 yield event(answer.usage_chunk())
             yield DONE
         except ApiError as error:

@@ -585,3 +585,26 @@ def test_a_token_that_the_model_does_not_know_is_refused(engine_of, field):
     message = f"{field} has the token 320, but the model's vocabulary has 320, from 0 to 319"
     with pytest.raises(ValueError, match=message):
         engine_of().add([1], Sampling(**{field: value}))
+
+
+def test_outputs_name_what_has_stopped_a_text(engine_of, tokenizer):
+    (letter,) = tokenizer.encode("x")
+    likely = {"logit_bias": ((letter, 100.0),)}
+    engine = engine_of()
+    for sampling in (
+        Sampling(9, **likely, stop=("xx", "xxx")),
+        Sampling(9, **likely, stop_token_ids=(letter,)),
+        Sampling(3, **likely, stop=("y",)),
+        Sampling(9, logit_bias=((tokenizer.end, 100.0),)),
+    ):
+        engine.add([1, 2], sampling)
+    assert [last.stopped_by for _, _, last in run(engine).values()] == ["xx", letter, None, None]
+
+
+def test_outputs_say_how_many_tokens_of_the_prompt_were_cached(engine_of):
+    engine = engine_of()
+    found = []
+    for prompt in ([7] * 11, [7] * 11, [8] * 11):
+        engine.add(prompt, Sampling(2, ignore_eos=True))
+        found += [last.cached_tokens for _, _, last in run(engine).values()]
+    assert found == [0, 8, 0]  # pages of 4 positions, and one token is left to compute

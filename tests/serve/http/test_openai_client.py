@@ -33,6 +33,7 @@ def test_a_completion(client, tokenizer):
         "prompt_tokens": n_prompt,
         "completion_tokens": 7,
         "total_tokens": n_prompt + 7,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 
