@@ -19,6 +19,7 @@ message.py      what the model writes in a chat, as the parts of a message
 reasoning.py    the thought in a text
 tools/          calls of functions in what the model writes in a chat
 tags.py         tags in a text that comes in pieces
+tokenization.py the tokens of a text or a conversation, and the text of tokens
 config.py       `Limits`: what a server takes at most, and time limits; which keys it can have; `Parsers` of chats
 tls.py          the certificate and key for HTTPS
 responses.py    bodies and errors in OpenAI's format, and responses that are written as fast as their client reads

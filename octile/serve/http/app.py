@@ -26,12 +26,14 @@ from octile.serve.http.config import WRITE_SECONDS
 from octile.serve.http.request_id import HEADER
 from octile.serve.http.responses import NEVER_RETRY, ApiError
 from octile.serve.http.service import Service
+from octile.serve.http.tokenization import detokenize, tokenize
 
 METHOD_NOT_ALLOWED, INTERNAL_ERROR = 405, 500
 READ = ["GET", "HEAD"]  # monitors ask with HEAD
 UPDATES = {"/update_weights_from_disk", "/update_weights_from_tensor"}  # SGLang's names
 OPEN_PATHS = {"/", "/health", "/ping", "/load", "/version", "/metrics"}
-COUNTED_PATHS = {*OPEN_PATHS, "/v1/models", "/v1/completions", "/v1/chat/completions", *UPDATES}
+TOKENIZERS = {"/tokenize", "/detokenize"}
+COUNTED_PATHS = {*OPEN_PATHS, "/v1/models", "/v1/completions", "/v1/chat/completions", *TOKENIZERS, *UPDATES}
 
 
 def create_app(
@@ -44,7 +46,8 @@ def create_app(
 
     Args:
         service: the model.
-        api_keys: one of them is needed, as a bearer token, for every path under /v1; none is needed if there are none.
+        api_keys: one of them is needed, as a bearer token, for every path under /v1, /tokenize and /detokenize; none is
+            needed if there are none.
         hosts: names under which requests may address the server, besides addresses and localhost; None: any name.
         weights_key: is needed, as a bearer token, to update the weights; None: they cannot be updated.
     """
@@ -67,6 +70,7 @@ def create_app(
     app.add_exception_handler(Exception, report_defect)
     app.include_router(_open_paths(service))
     app.include_router(_v1(service), prefix="/v1", dependencies=[Depends(_KeyCheck(api_keys))])
+    app.include_router(_tokenizers(service), dependencies=[Depends(_KeyCheck(api_keys))])
     check = _refuse_updates if weights_key is None else _KeyCheck([weights_key], "weights")
     app.include_router(_updates(service), dependencies=[Depends(check)])
     if hosts is not None:
@@ -138,6 +142,20 @@ def _v1(service: Service) -> APIRouter:
 
     router.add_api_route("/completions", service.complete, methods=["POST"])
     router.add_api_route("/chat/completions", service.chat_complete, methods=["POST"])
+    return router
+
+
+def _tokenizers(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/tokenize")
+    async def tokens_of(request: Request) -> Response:
+        return await service.compute(request, tokenize)
+
+    @router.post("/detokenize")
+    async def text_of(request: Request) -> Response:
+        return await service.compute(request, detokenize)
+
     return router
 
 

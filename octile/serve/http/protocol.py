@@ -321,25 +321,50 @@ class Tool(Body):
     function: Function
 
 
-class ChatBody(Generation):
-    """The body of POST /v1/chat/completions."""
-
-    neutral = neutral.CHAT
+class Conversation(Body):
+    """Messages, and what the chat template gets besides them."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-
-    # for the chat template
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
     add_generation_prompt: bool | None = True
     continue_final_message: bool | None = False
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: Any = None
+    documents: list[Any] | None = None  # accepted if empty
+
+    @model_validator(mode="after")
+    def _can_be_rendered(self) -> Self:
+        refuse(self, "documents", self.documents, "empty")
+        if self.chat_template is not None:
+            raise ValueError("chat_template is not taken from a request: the model's own template is used")
+        if self.continue_final_message and self.messages[-1].tool_calls:
+            raise ValueError("continue_final_message must be false: the last message has tool_calls")
+        if self.continue_final_message and self.add_generation_prompt is not False:
+            raise ValueError("continue_final_message needs add_generation_prompt false: no new message begins")
+        return self
+
+    def rendering(self) -> Rendering:
+        """What the chat template gets besides the messages."""
+        return Rendering(
+            tools=[tool.model_dump(exclude_none=True) for tool in self.tools or ()],
+            variables=self.chat_template_kwargs or {},
+            reasoning_effort=self.reasoning_effort,
+            add_generation_prompt=self.add_generation_prompt is not False,
+            continue_final_message=bool(self.continue_final_message),
+        )
+
+
+class ChatBody(Generation, Conversation):
+    """The body of POST /v1/chat/completions."""
+
+    neutral = neutral.CHAT
+
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
     # accepted with the value that changes nothing
     functions: list[Any] | None = None
@@ -349,7 +374,6 @@ class ChatBody(Generation):
     prediction: None = None
     web_search_options: None = None
     verbosity: Literal["medium"] | None = None
-    documents: list[Any] | None = None
 
     @model_validator(mode="after")
     def _is_a_supported_chat(self) -> Self:
@@ -358,13 +382,6 @@ class ChatBody(Generation):
                 f"tool_choice must be 'none' or 'auto', not {describe_value(self.tool_choice)}: {STRUCTURED}"
             )
         refuse(self, "functions", self.functions, "empty")
-        refuse(self, "documents", self.documents, "empty")
-        if self.chat_template is not None:
-            raise ValueError("chat_template is not taken from a request: the model's own template is used")
-        if self.continue_final_message and self.messages[-1].tool_calls:
-            raise ValueError("continue_final_message must be false: the last message has tool_calls")
-        if self.continue_final_message and self.add_generation_prompt is not False:
-            raise ValueError("continue_final_message needs add_generation_prompt false: no new message begins")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs true")
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
@@ -376,15 +393,29 @@ class ChatBody(Generation):
         """Whether the model's calls are answered as such."""
         return bool(self.tools) and self.tool_choice != "none"
 
-    def rendering(self) -> Rendering:
-        """What the chat template gets besides the messages."""
-        return Rendering(
-            tools=[tool.model_dump(exclude_none=True) for tool in self.tools or ()],
-            variables=self.chat_template_kwargs or {},
-            reasoning_effort=self.reasoning_effort,
-            add_generation_prompt=self.add_generation_prompt is not False,
-            continue_final_message=bool(self.continue_final_message),
-        )
+
+class TokenizeText(Body):
+    """The body of POST /tokenize for a text, which a begin-of-text token precedes, as in a completion."""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool | None = True
+    return_token_strs: bool | None = False
+
+
+class TokenizeChat(Conversation):
+    """The body of POST /tokenize for a conversation, as a chat completion reads it."""
+
+    model: str | None = None
+    add_special_tokens: Literal[False] | None = False  # the template has them
+    return_token_strs: bool | None = False
+
+
+class DetokenizeBody(Body):
+    """The body of POST /detokenize."""
+
+    tokens: Tokens
+    model: str | None = None
 
 
 class WeightsUpdate(Body):

@@ -162,6 +162,18 @@ class Service:
         """Answer POST /v1/chat/completions."""
         return await self._respond(request, ChatBody, self._chat_completion, lambda body: 1)
 
+    async def compute(self, request: HttpRequest, answer: Callable[[Service, bytes], dict[str, Any]]) -> Response:
+        """Answer a request for which the engine has nothing to do, in a thread."""
+        deadline = asyncio.get_running_loop().time() + self.limits.seconds
+        slots = _Slots(self)
+        slots.take(1)  # before the body is read, as for choices
+        try:
+            content = await _read_body(request, self.limits.body, deadline)
+            body = await json_bytes(await asyncio.to_thread(answer, self, content))
+        finally:
+            slots.release()
+        return Response(body, media_type="application/json")
+
     async def update_from_disk(self, request: HttpRequest) -> Response:
         """Answer POST /update_weights_from_disk."""
         return await self._update(request, FolderUpdate)
