@@ -1,7 +1,7 @@
 """The weights of a folder that an engine serves, and others of the same model that replace them in place.
 
-New weights are checked before anything is written: configuration, recipe, names, shapes, formats, and that all are
-finite. They are then written to the same addresses, so that CUDA graphs stay valid.
+New weights are checked before anything is written: configuration, recipe, names, shapes, formats, a folder's tokenizer,
+and that all are finite. They are then written to the same addresses, so that CUDA graphs stay valid.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from octile.parallel.shared_buffer import open_buffer
 from octile.recipe import Recipe
 from octile.serve.weights.source import BufferSource, WeightsSource
 from octile.serve.weights.weights import ALL_HEADS, ServedWeights, WeightReader, stored_weights, write_parts
+from octile.tokenizer import Tokenizer
 
 UNCOMPARED = ("extra", "aux_loss_alpha", "mtp_loss_weight", "initializer_range")  # that no forward pass reads
 HIGH_PRECISION = ("F32", "BF16", "F16")
@@ -69,14 +70,15 @@ class ReplaceableWeights:
         self.weights = ServedWeights.of_folder(folder, dtype, device, drafts=drafts)
         self._config, self._recipe = folder.model_config(), _recipe_of(folder)
         self._is_fp8 = {name: is_fp8(spec) for name, spec in folder.shards.specs.items()}
+        self._tokenizer = _tokenizer_of(folder.shards.folder)
 
     def open(self, source: WeightsSource) -> NewWeights:
         """Open new weights and check them; the engine may step meanwhile.
 
         Raises:
             FileNotFoundError: there is no such folder.
-            ValueError: the weights are not those of a model of the same configuration, recipe and formats, one is NaN
-                or Inf, or a file or a buffer is damaged or cannot be opened.
+            ValueError: the weights are not those of a model of the same configuration, recipe, formats and tokenizer,
+                one is NaN or Inf, or a file or a buffer is damaged or cannot be opened.
         """
         if isinstance(source, BufferSource):
             memory = open_buffer(source.address, packed_size(source.layout), self.weights.device)
@@ -88,6 +90,7 @@ class ReplaceableWeights:
                 folder = opened(PackedTensors(source.layout, memory), dict(source.config))
             else:
                 folder = open_folder(source.path)
+                self._check_tokenizer(folder.shards.folder)
             self._check(folder)
         except BaseException:
             close()
@@ -124,6 +127,12 @@ class ReplaceableWeights:
         finally:
             new.close()
 
+    def _check_tokenizer(self, folder: Path) -> None:
+        """Raise ValueError if a folder has another tokenizer; one of weights alone has none."""
+        found = _tokenizer_of(folder)
+        if None not in (found, self._tokenizer) and found != self._tokenizer:
+            raise ValueError(f"{folder} must have the tokenizer of the model that is served: texts have other tokens")
+
     def _check(self, folder: OpenFolder) -> None:
         """Raise ValueError unless a folder's weights can replace these."""
         shards = folder.shards
@@ -153,6 +162,14 @@ def _check_config(found: ModelConfig, needed: ModelConfig, where: str) -> None:
         values = getattr(found, each.name), getattr(needed, each.name)
         if each.name not in UNCOMPARED and values[0] != values[1]:
             raise ValueError(f"{each.name} in {where} must be {values[1]}, as the served model's, not {values[0]}")
+
+
+def _tokenizer_of(folder: Path) -> str | None:
+    """On what the tokens of a text depend; None if a folder has no tokenizer."""
+    try:
+        return Tokenizer.load(folder).fingerprint
+    except FileNotFoundError:
+        return None
 
 
 def _recipe_of(folder: OpenFolder) -> Recipe | None:

@@ -12,6 +12,7 @@ from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights.block_weights import tensors_of
 from octile.serve.weights.replaceable import ReplaceableWeights
 from octile.serve.weights.source import FolderSource
+from octile.tokenizer import Tokenizer
 from tests.serve.models import CONFIG, Texts, text
 
 CPU = torch.device("cpu")
@@ -77,3 +78,15 @@ def test_one_weight_in_another_format_is_refused(tmp_path):
     served._is_fp8[name] = False
     with pytest.raises(ValueError, match=rf"^{name} in .* must be F32 or BF16 or F16, as the served one, not F8_E4M3$"):
         served.open(folder)
+
+
+def test_a_folder_with_another_tokenizer_is_refused(tmp_path, tokenizer):
+    old, same, other, without = (saved(tmp_path / name, 0, "bf16") for name in ("old", "same", "other", "without"))
+    for source in (old, same):
+        tokenizer.save(source.path)
+    Tokenizer.train(["other texts"], 270).save(other.path)
+    served = ReplaceableWeights(old.path, torch.float32, CPU, drafts=True)
+    for source in (same, without):
+        served.open(source)
+    with pytest.raises(ValueError, match="other must have the tokenizer of the model that is served"):
+        served.open(other)
