@@ -9,6 +9,7 @@ from octile.options import Given, Hidden, Positional, Section
 from octile.rl.config import RESUMABLE, RLConfig
 from octile.serve.newest_run import newest_run
 from octile.signals import importing
+from octile.torchrun import count_ranks
 from octile.train.shared_options import announce
 from octile.validation import check_fields
 
@@ -75,8 +76,14 @@ def run(options: Options) -> None:
     """Train.
 
     Raises:
-        Exception: what `octile.rl.loop.train` raises.
+        ValueError: torchrun has started several processes; or as for `octile.rl.loop.train`, which raises the other
+            exceptions, too.
     """
+    if count_ranks() > 1:
+        raise ValueError(
+            f"octile rl runs in one process, but torchrun has started {count_ranks()} (WORLD_SIZE): start it with "
+            "--nproc-per-node 1, or without torchrun"
+        )
     config = options.config
     if options.resume:
         announce(f"resumes {config.out}")

@@ -23,6 +23,13 @@ def test_a_run_prints_its_result_and_is_resumed(capsys, exact_folder, reward_fil
     assert json.loads((out / "config.json").read_text())["steps"] == 2
 
 
+def test_several_processes_are_refused(capsys, exact_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = refused(capsys, "rl", str(exact_folder), "--out", str(tmp_path / "run"))
+    assert message.startswith("octile: octile rl runs in one process, but torchrun has started 2 (WORLD_SIZE): ")
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_folder_of_a_run_is_chosen_by_the_name_of_its_model(
     capsys, exact_folder, reward_file, tmp_path, monkeypatch
 ):

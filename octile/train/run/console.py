@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import statistics
 import time
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from octile.train.run.best_model import Best
     from octile.train.trainer import Trainer
 
+MORE_PROMPT = "class "  # of the command for further texts
 NAMED = 3  # files left out that are named, of each reason
 MIN_TIME_WIDTH = 80  # characters of a terminal; a narrower one has room for a text of progress and nothing else
 MIN_FLOPS_WIDTH = 100  # the same for FLOP/s and MFU; a narrower one shows MFU, their share of the GPU's peak
@@ -116,15 +118,18 @@ class RunConsole:
         if any(count > NAMED for count in m.skipped.values()):
             self.print(f"all that is left out is named in {store.folder / LEFT_OUT}")
 
-    def print_results(self, run: RunFolder, sample: str, report: Path, best: Best | None, steps: int) -> None:
+    def print_results(
+        self, run: RunFolder, sample: str, report: Path, best: Best | None, steps: int, prompt: str = MORE_PROMPT
+    ) -> None:
         """Print a sample of generated text, where the results are, and of which step the model is.
 
-        Without a best validation, as in a warm-up of indexers, it is that of the last of the `steps` steps.
+        Without a best validation, as in a warm-up of indexers, it is that of the last of the `steps` steps. The command
+        for further texts continues `prompt`.
         """
         from rich.panel import Panel
 
         self.console.print(Panel(self._text(sample), title="a sample of generated text", title_align="left"))
-        more = f"octile generate {quoted_path(run.path)} --prompt 'class '"
+        more = f"octile generate {quoted_path(run.path)} --prompt {shlex.quote(prompt)}"
         which = f"{best.step:,}: the lowest held-out loss, {best.val_loss:.4f}" if best else f"{steps:,}: the last"
         self.print(f"model:  {run.model}, after step {which}\nreport: {report}\nmore:   {more}")
 

@@ -21,6 +21,7 @@ from octile.report.run.page import write_run_report
 from octile.serve.engine.request import Sampling
 from octile.serve.generate import generate_from
 from octile.text import format_count
+from octile.train.config import TrainConfig
 from octile.train.data.token_store import TokenStore
 from octile.train.memory.check import is_out_of_memory
 from octile.train.run.best_model import BestModel
@@ -67,7 +68,9 @@ def _write_results(trainer: Trainer, best: BestModel, run: RunFolder, store: Tok
     report = write_run_report(run.path)
     if memorization := find_memorization(read_run(run.path)):
         console.print(str(memorization))
-    console.print_results(run, sample, report, best.best, trainer.steps_done)
+    prompt = trainer.config.prompt  # of the user, if it is not the default
+    more = {} if prompt in ("", TrainConfig.prompt) else {"prompt": prompt}
+    console.print_results(run, sample, report, best.best, trainer.steps_done, **more)
 
 
 def _write_summary(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore) -> None:
