@@ -65,7 +65,8 @@ def choose(logits_LV: Tensor, rows: Sequence[Row]) -> Tensor:
     Returns:
         int64 [L] on the same device; negative where the logits choose no token, as `sample_tokens` says.
     """
-    logits_LV = penalized(logits_LV, [(row.sampling, row.text) for row in rows])
+    if any(row.sampling.changes_logits for row in rows):
+        logits_LV = penalized(logits_LV, [(row.sampling, row.text) for row in rows])
     seeds_L = _on_device([row.seed for row in rows], torch.int64, logits_LV)
     positions_L = _on_device([row.position for row in rows], torch.int64, logits_LV)
     temperature_L = _on_device([row.sampling.temperature for row in rows], torch.float32, logits_LV)

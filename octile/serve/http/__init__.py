@@ -9,11 +9,8 @@ service.py      from the body of a request to its response
 connection.py   what uvicorn's HTTP/1.1 protocol lacks: a time limit for the head of a request, abort, flow control
 app.py          the paths: completions, chat completions, models, health, metrics and the page
 page.html       the page at /
-request_id.py   the id of a request, in a header of its response
 protocol.py     the bodies of requests, as OpenAI defines them, and what of them is not supported
-body.py         JSON objects of requests, and values that are refused
 neutral.py      fields of other servers, with the values that change nothing
-formats.py      what an answer must follow: a schema, a pattern, choices or a grammar
 chat.py         the chat template: messages to tokens
 message.py      what the model writes in a chat, as the parts of a message
 reasoning.py    the thought in a text

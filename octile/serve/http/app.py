@@ -7,6 +7,7 @@ import base64
 import hashlib
 import hmac
 import re
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.resources import files
@@ -16,14 +17,13 @@ from typing import Any
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octile import __version__
 from octile.serve.http.config import WRITE_SECONDS
-from octile.serve.http.request_id import HEADER
 from octile.serve.http.responses import NEVER_RETRY, ApiError
 from octile.serve.http.service import Service
 from octile.serve.http.tokenization import detokenize, tokenize
@@ -31,6 +31,8 @@ from octile.serve.http.tokenization import detokenize, tokenize
 METHOD_NOT_ALLOWED, INTERNAL_ERROR = 405, 500
 READ = ["GET", "HEAD"]  # monitors ask with HEAD
 UPDATES = {"/update_weights_from_disk", "/update_weights_from_tensor"}  # SGLang's names
+HEADER = "X-Request-Id"
+ID = re.compile(r"[!-~]{1,128}")  # visible characters of ASCII
 OPEN_PATHS = {"/", "/health", "/ping", "/load", "/version", "/metrics"}
 TOKENIZERS = {"/tokenize", "/detokenize"}
 COUNTED_PATHS = {*OPEN_PATHS, "/v1/models", "/v1/completions", "/v1/chat/completions", *TOKENIZERS, *UPDATES}
@@ -225,6 +227,35 @@ class _HostCheck:
             "localhost and to addresses"
         )
         await ApiError(403, message, code="host_not_allowed").response()(scope, receive, send)
+
+
+class AddRequestId:
+    """Middleware that gives each request an id, in `request.state.request_id`, and its response the same in a header.
+
+    The id is that of the header `X-Request-Id`, or a new one where there is none or the header is no id. The ids of
+    answers contain it, so that what a client, a proxy and this server write of a request can be found together.
+
+    Args:
+        app: the application.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the application, as ASGI has it."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        given = Headers(scope=scope).get(HEADER, "")
+        request_id = given if ID.fullmatch(given) else uuid.uuid4().hex
+
+        async def with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[HEADER] = request_id
+            await send(message)
+
+        scope.setdefault("state", {})["request_id"] = request_id
+        await self._app(scope, receive, with_id)
 
 
 class _CountResponses:

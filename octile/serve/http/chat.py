@@ -75,11 +75,18 @@ class Prompt(NamedTuple):
 
     Attributes:
         tokens: its tokens.
-        is_thinking: whether it ends after a `<think>` that is not closed, so that the model's text begins as a thought.
+        text: its text.
+        continued: the part of it at its end that is of the message that the model continues.
     """
 
     tokens: list[int]
-    is_thinking: bool
+    text: str
+    continued: str = ""
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether it ends after a `<think>` that is not closed, so that the model's text begins as a thought."""
+        return ends_inside(self.text, self.continued)
 
 
 class ChatTemplate:
@@ -172,14 +179,13 @@ class ChatTemplate:
         parts = re.split(f"{mark}([0-9]{{8}})", text)
         parts[1::2] = [found[int(part)] for part in parts[1::2]]
         whole = "".join(parts)
-        is_thinking = ends_inside(whole, last)
         if rendering.reasoning_effort is not None and "reasoning_effort" not in variables:
-            _check_effort(rendering.reasoning_effort, is_thinking)
+            _check_effort(rendering.reasoning_effort, ends_inside(whole, last))
         check(whole)
         # `encode` of a single text would hold the interpreter's lock, and with it every other thread
         encoded = [encoding.ids for encoding in self._backend.encode_batch_fast(parts, add_special_tokens=False)]
         encoded[1::2] = self._tokenizer.encode_batch(parts[1::2])
-        return Prompt([token for tokens in encoded for token in tokens], is_thinking)
+        return Prompt([token for tokens in encoded for token in tokens], whole, last)
 
 
 class _Source:

@@ -4,28 +4,32 @@ A field that would change the result and is not supported is refused, and so is 
 silently. `octile.serve.http.neutral` has the fields of other servers that are accepted with values that change nothing.
 Fields that are not OpenAI's have vLLM's names.
 
-Source: OpenAI's API reference, completions and chat completions.
+Sources: OpenAI's API reference, completions and chat completions; vLLM's documentation of structured outputs.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from octile.serve.engine.config import InFlight
+from octile.serve.engine.grammar import choice, context_free, json_schema, regex
 from octile.serve.engine.request import MAX_LOGPROBS, MAX_TOP_K, Sampling
 from octile.serve.http import neutral
-from octile.serve.http.body import Body, describe_value, refuse
 from octile.serve.http.chat import Json, Rendering
-from octile.serve.http.formats import ResponseFormat, StructuredOutputs
+from octile.serve.http.neutral import Values, is_neutral
 from octile.serve.http.responses import ApiError
 from octile.serve.weights.source import BufferSource, FolderSource, WeightsSource
 from octile.validation import MAX_SEED, quoted
 
 MAX_NAME = 60  # characters of an unknown field that an error repeats
 MAX_CHOICES = 128  # OpenAI's limit of n
+MAX_TEXTS = 1024  # of structured_outputs.choice
+ANY_OBJECT = {"type": "object"}
 MAX_PROMPTS = MAX_MESSAGES = MAX_PARTS = MAX_TOOLS = 2048
 STRUCTURED = "calls are not made to follow a grammar"
 MAX_STOPS = 16  # fewer than Sampling's, which also has those of the chat template
@@ -67,11 +71,94 @@ Size = Annotated[int, Field(ge=0, lt=2**50)]  # of tensors, in elements or in by
 Stops = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS, fail_fast=True)]
 
 
+class Body(BaseModel):
+    """A JSON object whose fields have exactly their types, and which has no other fields."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
+    neutral: ClassVar[Mapping[str, Values]] = {}  # other fields, with their values that change nothing
+
+    @model_validator(mode="after")
+    def _has_no_other_fields(self) -> Self:
+        for name, value in (self.model_extra or {}).items():  # extra="forbid" would describe each of them
+            if name not in self.neutral:
+                raise PydanticCustomError("unknown_field", "{name}", {"name": name})
+            if not is_neutral(value, self.neutral[name]):
+                raise UnsupportedError(name, value, _one_of(self.neutral[name]))
+        return self
+
+
 class StreamOptions(Body):
     """Options of a stream: include_usage adds a last chunk with the numbers of tokens."""
 
     include_usage: bool | None = False
     include_obfuscation: Literal[False] | None = None
+
+
+class JsonSchema(Body):
+    """A schema, and what it is called."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None  # every schema is followed strictly
+
+
+class ResponseFormat(Body):
+    """The format of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_a_schema_where_it_needs_one(self) -> Self:
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            raise ValueError("json_schema must be given for the type json_schema, and for no other")
+        return self
+
+    @property
+    def grammar(self) -> str:
+        """The grammar; empty: any text."""
+        if self.type == "text":
+            return ""
+        return json_schema(ANY_OBJECT if self.json_schema is None else self.json_schema.schema_)
+
+
+class StructuredOutputs(Body):
+    """What an answer must follow: one of these."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: Annotated[str, Field(min_length=1)] | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)] | None = None
+    grammar_: Annotated[str | None, Field(alias="grammar", min_length=1)] = None
+    json_object: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_one_of_them(self) -> Self:
+        given = [
+            self.json_ is not None,
+            bool(self.regex),
+            bool(self.choice),
+            bool(self.grammar_),
+            bool(self.json_object),
+        ]
+        if sum(given) != 1:
+            raise ValueError("json must be given, or one of regex, choice, grammar and json_object, and no other")
+        return self
+
+    @property
+    def grammar(self) -> str:
+        """The grammar.
+
+        Raises:
+            ValueError: json is no schema, or grammar is neither Lark nor GBNF.
+        """
+        if self.regex is not None:
+            return regex(self.regex)
+        if self.choice is not None:
+            return choice(self.choice)
+        if self.grammar_ is not None:
+            return context_free(self.grammar_)
+        return json_schema(ANY_OBJECT if self.json_ is None else self.json_)
 
 
 class Generation(Body):
@@ -479,6 +566,29 @@ class BufferUpdate(WeightsUpdate):
         layout = {name: tensor.model_dump() for name, tensor in self.tensors.items()}
         given = self.model_dump(include={"shared_memory", "cuda_ipc"}, exclude_none=True)
         return BufferSource(self.config, layout, given)
+
+
+class UnsupportedError(ValueError):
+    """A field has a value that would change the result in a way that is not supported."""
+
+    def __init__(self, field: str, value: object, needed: str):
+        super().__init__(f"{field} must be {needed}, not {describe_value(value)}")
+
+
+def refuse(body: Body, field: str, value: object, needed: str) -> None:
+    """Refuse a value that is not the neutral one."""
+    if value:
+        raise UnsupportedError(field, value, needed)
+
+
+def _one_of(values: Values) -> str:
+    """Describe the values that change nothing, for a message."""
+    return " or ".join([*(json.dumps(value) for value in values), "null"])
+
+
+def describe_value(value: object) -> str:
+    """What came, for a message; true, false and null as JSON has them."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else quoted(value)
 
 
 def parse(form: type[Any], content: bytes) -> Any:

@@ -425,7 +425,7 @@ class ChatCompletion(Answer):
 
     Args:
         model, tokenizer, prompts, n, scores_prompts, shows_tokens: arguments of `Answer`.
-        make_parser: makes the parser of a choice's text.
+        make_parser: makes the parser of a choice's text; None: the text is the message's content.
     """
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -438,10 +438,10 @@ class ChatCompletion(Answer):
         n: int,
         scores_prompts: bool = False,
         shows_tokens: bool = False,
-        make_parser: Callable[[], MessageParser] = MessageParser,
+        make_parser: Callable[[], MessageParser] | None = None,
     ):
         super().__init__(model, tokenizer, prompts, n, scores_prompts, shows_tokens)
-        self._parsers = [make_parser() for _ in self._choices]
+        self._parsers = [make_parser() for _ in self._choices] if make_parser is not None else None
 
     def empty(self, index: int) -> dict[str, Any]:  # noqa: D102
         message = {"role": "assistant", "content": "", "refusal": None}
@@ -454,12 +454,15 @@ class ChatCompletion(Answer):
             choice["logprobs"]["content"] += self._content(output.logprobs)
 
     def set_text(self, choice: dict[str, Any], text: str) -> None:  # noqa: D102
-        choice["message"] |= self._parsers[choice["index"]].whole(text)
-        self._set_reason(choice)
+        if self._parsers is None:
+            choice["message"]["content"] = text
+        else:
+            choice["message"] |= self._parsers[choice["index"]].whole(text)
+            self._set_reason(choice)
 
     def _set_reason(self, choice: dict[str, Any]) -> None:
         """Give a choice that has called tools, and then stopped, OpenAI's reason."""
-        if choice["finish_reason"] == "stop" and self._parsers[choice["index"]].has_calls:
+        if self._parsers is not None and choice["finish_reason"] == "stop" and self._parsers[choice["index"]].has_calls:
             choice["finish_reason"] = "tool_calls"
 
     def chunk(self, index: int, output: Output) -> dict[str, Any] | None:  # noqa: D102
@@ -482,10 +485,16 @@ class ChatCompletion(Answer):
         body |= self.prompt_fields(0)
 
     def part(self, index: int, output: Output) -> dict[str, Any]:  # noqa: D102
-        parser = self._parsers[index]
-        delta = Delta.joined(parser.push(output.text), parser.end() if output.finish_reason else Delta()).fields()
+        delta = self._delta(index, output)
         logprobs = {"content": self._content(output.logprobs), "refusal": None} if output.logprobs else None
         return {"index": index, "delta": delta, "logprobs": logprobs}
+
+    def _delta(self, index: int, output: Output) -> dict[str, Any]:
+        """What is new about a choice's message."""
+        if self._parsers is None:
+            return {"content": output.text} if output.text else {}
+        parser = self._parsers[index]
+        return Delta.joined(parser.push(output.text), parser.end() if output.finish_reason else Delta()).fields()
 
     def _content(self, logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
         return [

@@ -16,10 +16,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from octile.serve.http.address import listen
-from octile.serve.http.app import allow_origins, create_app
+from octile.serve.http.app import AddRequestId, allow_origins, create_app
 from octile.serve.http.config import HEAD_SECONDS, WRITE_SECONDS
 from octile.serve.http.connection import Connection
-from octile.serve.http.request_id import AddRequestId
 from octile.serve.http.service import Service
 from octile.text import format_count
 

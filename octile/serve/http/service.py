@@ -231,7 +231,7 @@ class Service:
             if isinstance(text, str):
                 self._check_length(text, "prompt")
         prompts = [begin + self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in body.prompts]
-        given = self._defaults, token_sequences(self.tokenizer, body.bad_words or ()), self._grammar(body)
+        given = self._defaults, self._bad_words(body), self._grammar(body)
         requests = list[Request]()
         for prompt in prompts:
             new_tokens = self._new_tokens(prompt, body.max_tokens or 16, "max_tokens")
@@ -264,11 +264,13 @@ class Service:
             raise ApiError(
                 400, f"{field} is followed from the first token on, but {why} there: give one of them", field
             )
-        given = self._defaults, token_sequences(self.tokenizer, body.bad_words or ()), grammar, self.chat.stop
+        given = self._defaults, self._bad_words(body), grammar, self.chat.stop
         choices = [body.sampling(new_tokens, logprobs, i, *given) for i in range(body.n or 1)]
         if form is not None or self._parsers.reasoning:  # tags may be special tokens
             choices = [replace(choice, skip_special_tokens=False) for choice in choices]
         requests = self._requests(prompt, choices)
+
+        divides = form is not None or self._parsers.reasoning is not None
 
         def make_parser() -> MessageParser:
             return MessageParser(
@@ -277,8 +279,12 @@ class Service:
             )
 
         shown = _shown(body)
-        answer = ChatCompletion(self.model, self.tokenizer, [prompt], body.n or 1, *shown, make_parser=make_parser)
+        parser = make_parser if divides else None
+        answer = ChatCompletion(self.model, self.tokenizer, [prompt], body.n or 1, *shown, make_parser=parser)
         return Job(answer, requests)
+
+    def _bad_words(self, body: Generation) -> tuple[tuple[int, ...], ...]:
+        return token_sequences(self.tokenizer, body.bad_words) if body.bad_words else ()
 
     def _grammar(self, body: Generation) -> str:
         """Return the grammar that an answer must follow; raise ApiError, 400, if there is none such."""
