@@ -11,3 +11,16 @@ def count_ranks() -> int:
 def own_rank() -> int:
     """The rank of this process, 0 without torchrun."""
     return int(os.environ.get("RANK") or 0)
+
+
+def check_one_process(command: str) -> None:
+    """Refuse several processes for a command that would write the same files in each.
+
+    Raises:
+        ValueError: torchrun has started several.
+    """
+    if count_ranks() > 1:
+        raise ValueError(
+            f"{command} runs in one process, but torchrun has started {count_ranks()} (WORLD_SIZE): start it with "
+            "--nproc-per-node 1, or without torchrun"
+        )

@@ -9,7 +9,7 @@ from octile.options import Given, Hidden, Positional, Section
 from octile.rl.config import RESUMABLE, RLConfig
 from octile.serve.newest_run import newest_run
 from octile.signals import importing
-from octile.torchrun import count_ranks
+from octile.torchrun import check_one_process
 from octile.train.shared_options import announce
 from octile.validation import check_fields
 
@@ -79,11 +79,7 @@ def run(options: Options) -> None:
         ValueError: torchrun has started several processes; or as for `octile.rl.loop.train`, which raises the other
             exceptions, too.
     """
-    if count_ranks() > 1:
-        raise ValueError(
-            f"octile rl runs in one process, but torchrun has started {count_ranks()} (WORLD_SIZE): start it with "
-            "--nproc-per-node 1, or without torchrun"
-        )
+    check_one_process("octile rl")
     config = options.config
     if options.resume:
         announce(f"resumes {config.out}")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from octile.models.config import ModelConfig
 from octile.options import Given, Hidden, Section
 from octile.signals import importing
-from octile.torchrun import count_ranks
+from octile.torchrun import check_one_process
 from octile.train.config import COMPARE_RESUMABLE, TrainConfig, describe_settings
 from octile.train.shared_options import MODEL_SECTIONS, ModelFile, announce, begin_config, build, shown_config
 
@@ -112,11 +112,7 @@ def run(options: Options) -> None:
         ValueError: torchrun has started several processes, which would write the same runs, or no recipe is named; or
             as for `octile.train.compare.compare.compare`, which raises the other exceptions, too.
     """
-    if count_ranks() > 1:
-        raise ValueError(
-            f"octile compare runs in one process, but torchrun has started {count_ranks()} (WORLD_SIZE): start it with "
-            "--nproc-per-node 1, or without torchrun"
-        )
+    check_one_process("octile compare")
     if not options.recipes.replace(",", "").strip():
         raise ValueError("recipes is empty: name recipes, separated by commas")
     config = options.config
