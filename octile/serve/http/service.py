@@ -16,11 +16,19 @@ from starlette.requests import ClientDisconnect
 from octile.serve.engine.bad_words import token_sequences
 from octile.serve.engine.grammar import GrammarCompiler
 from octile.serve.engine.request import FinishReason, Output, Request, RequestFactory, Sampling
-from octile.serve.http.chat import ChatTemplate, FieldError
+from octile.serve.http.chat import ChatTemplate, FieldError, Prompt
 from octile.serve.http.config import BODY_SECONDS, FIRST_STEP_SECONDS, HUNG_SECONDS, Limits, Parsers
 from octile.serve.http.message import MessageParser
 from octile.serve.http.metrics import Metrics
-from octile.serve.http.protocol import BufferUpdate, ChatBody, CompletionBody, FolderUpdate, Generation, parse
+from octile.serve.http.protocol import (
+    BufferUpdate,
+    ChatBody,
+    CompletionBody,
+    Conversation,
+    FolderUpdate,
+    Generation,
+    parse,
+)
 from octile.serve.http.reasoning import ReasoningParser
 from octile.serve.http.responses import (
     DONE,
@@ -246,13 +254,7 @@ class Service:
                 message = "tools must be empty, or tool_choice 'none': this server has no --tool-call-parser"
                 raise ApiError(400, message, "tools")
             form = FORMATS[self._parsers.tool_calls]
-        try:
-            messages = [message.plain() for message in body.messages]
-            rendered = self.chat.prompt(messages, body.rendering(), lambda text: self._check_length(text, "messages"))
-        except FieldError as error:
-            raise ApiError(400, str(error), error.field) from None
-        except ValueError as error:
-            raise ApiError(400, str(error), "messages") from None
+        rendered = self.render(body, lambda text: self._check_length(text, "messages"))
         prompt = rendered.tokens
         name = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
         new_tokens = self._new_tokens(prompt, body.max_completion_tokens or body.max_tokens, name)
@@ -282,6 +284,19 @@ class Service:
         parser = make_parser if divides else None
         answer = ChatCompletion(self.model, self.tokenizer, [prompt], body.n or 1, *shown, make_parser=parser)
         return Job(answer, requests)
+
+    def render(self, body: Conversation, check: Callable[[str], object] = lambda text: None) -> Prompt:
+        """Render a conversation by the chat template; check: called with the prompt's text before it is encoded.
+
+        Raises:
+            ApiError: 400, the chat template refuses the messages, or does not do what a field asks for.
+        """
+        try:
+            return self.chat.prompt([message.plain() for message in body.messages], body.rendering(), check)
+        except FieldError as error:
+            raise ApiError(400, str(error), error.field) from None
+        except ValueError as error:
+            raise ApiError(400, str(error), "messages") from None
 
     def _bad_words(self, body: Generation) -> tuple[tuple[int, ...], ...]:
         return token_sequences(self.tokenizer, body.bad_words) if body.bad_words else ()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from octile.serve.http.chat import FieldError
 from octile.serve.http.protocol import DetokenizeBody, TokenizeChat, TokenizeText, parse
 from octile.serve.http.responses import ApiError
 from octile.serve.http.service import Service
@@ -24,12 +23,7 @@ def tokenize(service: Service, content: bytes) -> dict[str, Any]:
         begin = [service.tokenizer.begin] if body.add_special_tokens is not False else []
         tokens = begin + service.tokenizer.encode(body.prompt)
     else:
-        try:
-            tokens = service.chat.prompt([message.plain() for message in body.messages], body.rendering()).tokens
-        except FieldError as error:
-            raise ApiError(400, str(error), error.field) from None
-        except ValueError as error:
-            raise ApiError(400, str(error), "messages") from None
+        tokens = service.render(body).tokens
     texts = [service.tokenizer.decode([token]) for token in tokens] if body.return_token_strs else None
     return {"count": len(tokens), "max_model_len": service.context, "tokens": tokens, "token_strs": texts}
 
