@@ -103,8 +103,7 @@ class Engine:
         self._to_draft: tuple[list[Computed], Tensor] | None = None  # after `run`: its requests and hidden states
         self._in_flight: _InFlight | None = None  # a decode step that is launched and not collected
         self._adopted: list[tuple[Request, FirstToken]] = []  # since the last step
-        self._vocab_size = runner.vocab_size
-        self._grammars: GrammarCompiler | None = None
+        self._grammars = GrammarCompiler(tokenizer, runner.vocab_size, self._end_tokens)
         self._compiling: dict[int, Future[Matcher]] = {}  # of requests that wait for their grammar
         self.compiles_in_background = True
         self._requests: dict[int, Request] = {}
@@ -148,8 +147,6 @@ class Engine:
         if not sampling.grammar:
             self._scheduler.add(request)
             return
-        if self._grammars is None:
-            self._grammars = GrammarCompiler(self._tokenizer, self._vocab_size, self._end_tokens)
         self._compiling[request.id] = self._grammars.start(sampling.grammar)
         if not self.compiles_in_background:
             wait([self._compiling[request.id]])
@@ -523,8 +520,7 @@ class Engine:
         self._in_flight = None
         for request_id in list(self._requests):
             self.cancel(request_id)
-        if self._grammars is not None:
-            self._grammars.close()
+        self._grammars.close()
 
     def _extend(
         self, request: Request, n_tokens: int, chosen: list[int], n_drafts: int, why: str | None = None
