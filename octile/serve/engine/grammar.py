@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import llguidance
 
 MAX_COMPILED = 128  # grammars that are kept
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}  # the schema of every JSON object
 WORD = 32  # bits of a mask's word
 
 
@@ -157,10 +158,7 @@ class GrammarCompiler:
         with self._lock:
             found = self._compiled.get(grammar)
             if found is None:
-                if self._vocabulary is None:
-                    backend = self._tokenizer.backend.to_str()
-                    self._vocabulary = llguidance.LLTokenizer(backend, self._vocab_size, self._end_tokens)
-                found = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
+                found = llguidance.LLMatcher(self._read_vocabulary(), grammar, log_level=0)
                 if found.is_error():
                     raise GrammarError(_in_one_line(found.get_error()))
                 self._compiled[grammar] = found
@@ -168,6 +166,29 @@ class GrammarCompiler:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(grammar)
             return Matcher(found.deep_copy(), self._vocab_size)
+
+    def special_token(self, text: str) -> int | None:
+        """Return the token that has a text and can come nowhere in other text; None if there is none.
+
+        Besides special tokens these are added ones with a name in angle brackets.
+
+        Raises:
+            ImportError: llguidance is not installed.
+        """
+        require("llguidance", extra="serve")
+        token = self._tokenizer.backend.token_to_id(text)
+        with self._lock:
+            is_special = token is not None and self._read_vocabulary().is_special_token(token)
+        return token if is_special else None
+
+    def _read_vocabulary(self) -> llguidance.LLTokenizer:
+        """Return the vocabulary, which is read once; the caller holds the lock."""
+        import llguidance
+
+        if self._vocabulary is None:
+            backend = self._tokenizer.backend.to_str()
+            self._vocabulary = llguidance.LLTokenizer(backend, self._vocab_size, self._end_tokens)
+        return self._vocabulary
 
     def close(self) -> None:
         """End the thread."""

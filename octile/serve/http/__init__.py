@@ -14,6 +14,8 @@ neutral.py      fields of other servers, with the values that change nothing
 chat.py         the chat template: messages to tokens
 message.py      what the model writes in a chat, as the parts of a message
 reasoning.py    the thought in a text
+grammars.py     the grammars that requests ask for
+message_grammar.py  that of a message: a thought, and calls or content
 tools/          calls of functions in what the model writes in a chat
 tags.py         tags in a text that comes in pieces
 tokenization.py the tokens of a text or a conversation, and the text of tokens

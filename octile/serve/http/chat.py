@@ -21,7 +21,7 @@ from jinja2.ext import loopcontrols
 from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from octile.serve.http.reasoning import ends_inside
+from octile.serve.http.reasoning import Thought, ends_inside, thought_after
 from octile.tokenizer import Tokenizer, token_text
 from octile.validation import read_text
 
@@ -84,9 +84,9 @@ class Prompt(NamedTuple):
     continued: str = ""
 
     @property
-    def is_thinking(self) -> bool:
-        """Whether it ends after a `<think>` that is not closed, so that the model's text begins as a thought."""
-        return ends_inside(self.text, self.continued)
+    def thought(self) -> Thought:
+        """Whether the model's text begins as a thought: after a `<think>` that is not closed."""
+        return thought_after(self.text, self.continued)
 
 
 class ChatTemplate:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import PydanticCustomError
 
 from octile.serve.engine.config import InFlight
-from octile.serve.engine.grammar import choice, context_free, json_schema, regex
+from octile.serve.engine.grammar import ANY_OBJECT, choice, context_free, json_schema, regex
 from octile.serve.engine.request import MAX_LOGPROBS, MAX_TOP_K, Sampling
 from octile.serve.http import neutral
 from octile.serve.http.chat import Json, Rendering
@@ -29,16 +29,14 @@ from octile.validation import MAX_SEED, quoted
 MAX_NAME = 60  # characters of an unknown field that an error repeats
 MAX_CHOICES = 128  # OpenAI's limit of n
 MAX_TEXTS = 1024  # of structured_outputs.choice
-ANY_OBJECT = {"type": "object"}
 MAX_PROMPTS = MAX_MESSAGES = MAX_PARTS = MAX_TOOLS = 2048
-STRUCTURED = "calls are not made to follow a grammar"
 MAX_STOPS = 16  # fewer than Sampling's, which also has those of the chat template
 NEEDED = {  # what pydantic would describe one member of the union after the other
     "prompt": "a text, a list of texts, a list of tokens (whole numbers from 0), or a list of lists of tokens, "
     f"of at most {MAX_PROMPTS} prompts",
     "bad_words": "a list of texts, none of them empty",
     "stop": f"a text, or a list of at most {MAX_STOPS} texts, none of them empty",
-    "tool_choice": "'none' or 'auto'",
+    "tool_choice": '\'none\', \'auto\', \'required\', or {"type": "function", "function": {"name": NAME}}',
     "content": f"a text, or a list of parts of type text, at most {MAX_PARTS}",
 }
 
@@ -212,6 +210,11 @@ class Generation(Body):
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("prompt_logprobs is only for stream false: a stream has no log-probabilities of prompts")
         return self
+
+    @property
+    def format_field(self) -> str:
+        """The field that gives the format of the text; empty: none."""
+        return next((name for name in ("response_format", "structured_outputs") if getattr(self, name) is not None), "")
 
     def sampling(
         self,
@@ -394,11 +397,12 @@ class Function(Body):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    @model_validator(mode="after")
-    def _is_supported(self) -> Self:
-        if self.strict:
-            raise ValueError(f"strict must be false, not true: {STRUCTURED}")
-        return self
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        """The JSON schema of its arguments, which are an object; without parameters, an empty one."""
+        if self.parameters is None:
+            return {"type": "object", "additionalProperties": False}
+        return {"type": "object", **self.parameters}
 
 
 class Tool(Body):
@@ -442,6 +446,19 @@ class Conversation(Body):
         )
 
 
+class FunctionName(Body):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedFunction(Body):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatBody(Generation, Conversation):
     """The body of POST /v1/chat/completions."""
 
@@ -450,7 +467,7 @@ class ChatBody(Generation, Conversation):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
 
     # accepted with the value that changes nothing
@@ -464,10 +481,11 @@ class ChatBody(Generation, Conversation):
 
     @model_validator(mode="after")
     def _is_a_supported_chat(self) -> Self:
-        if self.tool_choice not in (None, "none", "auto"):
-            raise ValueError(
-                f"tool_choice must be 'none' or 'auto', not {describe_value(self.tool_choice)}: {STRUCTURED}"
-            )
+        if self.must_call and not self.tools:
+            raise ValueError("tool_choice must be 'none' or 'auto' without tools")
+        if not self.callable_functions and self.may_call:
+            names = ", ".join(repr(tool.function.name) for tool in self.tools or ())
+            raise ValueError(f"tool_choice must name a function of tools, {names}, not {quoted(self.chosen_function)}")
         refuse(self, "functions", self.functions, "empty")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs true")
@@ -479,6 +497,27 @@ class ChatBody(Generation, Conversation):
     def may_call(self) -> bool:
         """Whether the model's calls are answered as such."""
         return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the model has to call a function."""
+        return self.tool_choice == "required" or self.chosen_function is not None
+
+    @property
+    def has_bound_calls(self) -> bool:
+        """Whether there are calls whose arguments must follow their schemas."""
+        return self.must_call or any(function.strict for function in self.callable_functions.values())
+
+    @property
+    def chosen_function(self) -> str | None:
+        """The function that the model has to call, if it is named."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedFunction) else None
+
+    @property
+    def callable_functions(self) -> dict[int, Function]:
+        """The functions that the model may call, by their places in tools."""
+        functions = {i: tool.function for i, tool in enumerate(self.tools or ())} if self.may_call else {}
+        return {i: f for i, f in functions.items() if self.chosen_function in (None, f.name)}
 
 
 class TokenizeText(Body):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum, auto
 from typing import NamedTuple
 
 from octile.serve.http.tags import split_tag
@@ -21,6 +22,21 @@ def ends_inside(prompt: str, continued: str = "") -> bool:
     if begin != end:  # one of them is there
         return begin > end
     return prompt.rstrip().removesuffix(continued.strip()).rstrip().endswith(BEGIN)
+
+
+class Thought(Enum):
+    """Whether a message has a thought."""
+
+    NONE = auto()
+    BEGUN = auto()  # by the prompt, which ends within it
+    POSSIBLE = auto()  # if the model begins one
+
+
+def thought_after(prompt: str, continued: str = "") -> Thought:
+    """Whether the message after a prompt has a thought; prompt and continued as in `ends_inside`."""
+    if ends_inside(prompt, continued):
+        return Thought.BEGUN
+    return Thought.NONE if continued or prompt.rstrip().endswith(END) else Thought.POSSIBLE
 
 
 class Thinking(NamedTuple):

@@ -18,6 +18,7 @@ from octile.serve.engine.grammar import GrammarCompiler
 from octile.serve.engine.request import FinishReason, Output, Request, RequestFactory, Sampling
 from octile.serve.http.chat import ChatTemplate, FieldError, Prompt
 from octile.serve.http.config import BODY_SECONDS, FIRST_STEP_SECONDS, HUNG_SECONDS, Limits, Parsers
+from octile.serve.http.grammars import Grammars
 from octile.serve.http.message import MessageParser
 from octile.serve.http.metrics import Metrics
 from octile.serve.http.protocol import (
@@ -29,7 +30,7 @@ from octile.serve.http.protocol import (
     Generation,
     parse,
 )
-from octile.serve.http.reasoning import ReasoningParser
+from octile.serve.http.reasoning import ReasoningParser, Thought
 from octile.serve.http.responses import (
     DONE,
     NEVER_RETRY,
@@ -43,7 +44,7 @@ from octile.serve.http.responses import (
     while_connected,
 )
 from octile.serve.http.tools.formats import FORMATS
-from octile.serve.http.tools.parser import ToolParser
+from octile.serve.http.tools.parser import CallFormat, ToolParser
 from octile.serve.process.client import EngineClient, EngineError, Stream
 from octile.serve.process.messages import UpdateWeights, WeightsRefused, WeightsUpdated
 from octile.text import format_count
@@ -135,9 +136,8 @@ class Service:
         self.tokenizer, self.context = tokenizer, context
         self._parsers = parsers
         self._defaults, self._factory = defaults or {}, RequestFactory(vocab_size, context)
-        self._grammars = GrammarCompiler(
-            tokenizer, vocab_size, [tokenizer.end]
-        )  # to refuse those that it cannot compile
+        compiler = GrammarCompiler(tokenizer, vocab_size, [tokenizer.end])  # to refuse what it cannot compile
+        self._grammars = Grammars(compiler, parsers.reasoning is not None)
         self.in_flight, self.is_draining = 0, False
 
     def why_closed(self) -> str | None:
@@ -239,7 +239,8 @@ class Service:
             if isinstance(text, str):
                 self._check_length(text, "prompt")
         prompts = [begin + self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in body.prompts]
-        given = self._defaults, self._bad_words(body), self._grammar(body)
+        grammar = self._grammars.of_text(body) if body.format_field else ""
+        given = self._defaults, self._bad_words(body), grammar
         requests = list[Request]()
         for prompt in prompts:
             new_tokens = self._new_tokens(prompt, body.max_tokens or 16, "max_tokens")
@@ -248,24 +249,14 @@ class Service:
         return Job(Completion(self.model, self.tokenizer, prompts, body.n or 1, *_shown(body)), requests)
 
     def _chat_completion(self, body: ChatBody) -> Job:
-        form = None
-        if body.may_call:
-            if self._parsers.tool_calls is None:
-                message = "tools must be empty, or tool_choice 'none': this server has no --tool-call-parser"
-                raise ApiError(400, message, "tools")
-            form = FORMATS[self._parsers.tool_calls]
+        form = self._call_format(body)
         rendered = self.render(body, lambda text: self._check_length(text, "messages"))
         prompt = rendered.tokens
         name = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
         new_tokens = self._new_tokens(prompt, body.max_completion_tokens or body.max_tokens, name)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        grammar = self._grammar(body)
-        if grammar and (rendered.is_thinking or form is not None):
-            field = "response_format" if body.structured_outputs is None else "structured_outputs"
-            why = "the chat template begins a thought" if rendered.is_thinking else "the model may call tools"
-            raise ApiError(
-                400, f"{field} is followed from the first token on, but {why} there: give one of them", field
-            )
+        is_bound = body.format_field or body.has_bound_calls
+        grammar = self._grammars.of_message(body, rendered, form) if is_bound else ""
         given = self._defaults, self._bad_words(body), grammar, self.chat.stop
         choices = [body.sampling(new_tokens, logprobs, i, *given) for i in range(body.n or 1)]
         if form is not None or self._parsers.reasoning:  # tags may be special tokens
@@ -276,7 +267,7 @@ class Service:
 
         def make_parser() -> MessageParser:
             return MessageParser(
-                ReasoningParser(rendered.is_thinking) if self._parsers.reasoning else None,
+                ReasoningParser(rendered.thought is Thought.BEGUN) if self._parsers.reasoning else None,
                 ToolParser(form, body.parallel_tool_calls is not False) if form is not None else None,
             )
 
@@ -301,19 +292,14 @@ class Service:
     def _bad_words(self, body: Generation) -> tuple[tuple[int, ...], ...]:
         return token_sequences(self.tokenizer, body.bad_words) if body.bad_words else ()
 
-    def _grammar(self, body: Generation) -> str:
-        """Return the grammar that an answer must follow; raise ApiError, 400, if there is none such."""
-        for name in ("response_format", "structured_outputs"):
-            form = getattr(body, name)
-            if form is not None:
-                try:
-                    grammar = form.grammar
-                    if grammar:
-                        self._grammars.compile(grammar)
-                except (ValueError, ImportError) as error:
-                    raise ApiError(400, f"{name} cannot be followed: {error}", name) from None
-                return grammar
-        return ""
+    def _call_format(self, body: ChatBody) -> CallFormat | None:
+        """How the model writes the calls that a chat may have; None: it has none."""
+        if not body.may_call:
+            return None
+        if self._parsers.tool_calls is None:
+            message = "tools must be empty, or tool_choice 'none': this server has no --tool-call-parser"
+            raise ApiError(400, message, "tools")
+        return FORMATS[self._parsers.tool_calls]
 
     def _requests(self, prompt: Sequence[int], choices: Sequence[Sampling]) -> list[Request]:
         """Make the requests of a prompt's choices; raise ApiError, 400, if the model cannot continue it."""

@@ -13,9 +13,10 @@ import openai
 
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
-from octile.serve.http.config import Limits
+from octile.serve.http.config import Limits, Parsers
 from tests.serve.fake_runner import FakeRunner
 from tests.serve.http.conftest import Served
+from tests.serve.http.templates import V31, with_tokens
 
 SCHEMA = {
     "type": "object",
@@ -42,10 +43,35 @@ def served(tokenizer):
     running.stop()
 
 
+@pytest.fixture(scope="module")
+def caller(tokenizer):
+    """A server of a model that thinks and calls functions."""
+    parsers = Parsers("deepseek_r1", "deepseek_v31")
+    engine = EngineOfRandomLogits(with_tokens(tokenizer))
+    running = Served(engine, Limits(), (), V31, parsers=parsers)
+    yield running
+    running.stop()
+
+
 @pytest.fixture
 def client(served):
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture
+def chat(caller):
+    """Ask the model that thinks and calls; `likely` are tokens that it writes soon."""
+
+    def ask(likely=(), **fields):
+        ids = [caller.engine.tokenizer.backend.token_to_id(text) for text in likely]
+        body = {"model": "micro", "messages": MESSAGES, "max_tokens": 400, "seed": 3, **fields}
+        body["logit_bias"] = {str(token): 7 for token in ids} | {str(caller.engine.tokenizer.encode("}")[0]): 6}
+        with openai.OpenAI(base_url=f"{caller.url}/v1", api_key="none", max_retries=0) as client:
+            answer = client.chat.completions.create(**body)
+            return [*answer] if fields.get("stream") else answer
+
+    return ask
 
 
 def complete(served, **fields) -> httpx.Response:
@@ -151,3 +177,114 @@ def test_what_cannot_be_followed_is_refused(served, fields, param, message):
     assert message in error["message"]
     assert error["param"] == param
     assert "\n" not in error["message"]
+
+
+TRIP = {"type": "function", "function": {"name": "trip", "parameters": SCHEMA}}
+STOP = {"type": "function", "function": {"name": "stop"}}
+STRICT = {"type": "function", "function": {**TRIP["function"], "strict": True}}
+THINKING = {"chat_template_kwargs": {"thinking": True}}
+SECTION, THOUGHT_END = "<｜tool▁calls▁begin｜>", "</think>"
+
+
+def are_valid(calls) -> bool:
+    """Whether all calls have the arguments of their functions."""
+    named = [(call.function.name, call.function.arguments) for call in calls]
+    return all(is_trip(text) if name == "trip" else (name, json.loads(text)) == ("stop", {}) for name, text in named)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_call_that_is_required_follows_its_schema(chat, seed):
+    (choice,) = chat(tools=[TRIP, STOP], tool_choice="required", seed=seed, parallel_tool_calls=False).choices
+    assert (choice.finish_reason, choice.message.content, len(choice.message.tool_calls)) == ("tool_calls", None, 1)
+    assert are_valid(choice.message.tool_calls)
+
+
+def test_several_calls_may_be_required(chat):
+    (choice,) = chat(["<｜tool▁call▁begin｜>"], tools=[TRIP, STOP], tool_choice="required").choices
+    assert len(choice.message.tool_calls) > 1
+    assert are_valid(choice.message.tool_calls)
+
+
+@pytest.mark.parametrize("name", ["trip", "stop"])
+def test_a_named_function_is_called(chat, name):
+    named = {"type": "function", "function": {"name": name}}
+    (choice,) = chat(tools=[TRIP, STOP], tool_choice=named).choices
+    assert [call.function.name for call in choice.message.tool_calls] == [name]
+    assert are_valid(choice.message.tool_calls)
+
+
+def test_a_streamed_call_that_is_required_follows_its_schema(chat):
+    chunks = chat(tools=[TRIP], tool_choice="required", parallel_tool_calls=False, stream=True)
+    assert are_valid([call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()])
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_a_required_call_comes_after_a_thought(chat):
+    likely = [THOUGHT_END]
+    (choice,) = chat(
+        likely, tools=[TRIP], tool_choice="required", parallel_tool_calls=False, extra_body=THINKING
+    ).choices
+    assert choice.message.reasoning_content
+    assert are_valid(choice.message.tool_calls)
+
+
+def test_strict_calls_follow_their_schemas(chat):
+    (choice,) = chat([SECTION], tools=[STRICT], max_tokens=600, parallel_tool_calls=False).choices
+    assert choice.finish_reason == "tool_calls"
+    assert are_valid(choice.message.tool_calls)
+
+
+def test_without_need_a_model_with_strict_functions_may_write_text(chat, tokenizer):
+    bias = {"logit_bias": {str(tokenizer.end): 8}}
+    (choice,) = chat(tools=[STRICT], extra_body=bias).choices
+    assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
+
+
+def test_a_schema_is_followed_after_a_thought(chat):
+    (choice,) = chat([THOUGHT_END], response_format=schema_format(), extra_body=THINKING).choices
+    assert choice.message.reasoning_content
+    assert is_trip(choice.message.content)
+
+
+@pytest.mark.parametrize("likely", [[SECTION], ["{"]], ids=["call", "content"])
+def test_with_a_format_and_tools_the_answer_is_one_of_them(chat, likely):
+    (choice,) = chat(likely, response_format=schema_format(), tools=[STRICT], parallel_tool_calls=False).choices
+    message = choice.message
+    assert are_valid(message.tool_calls) if likely == [SECTION] else is_trip(message.content)
+    assert (message.tool_calls is None) != (message.content is None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"tool_choice": "required"}, "tool_choice", "tool_choice must be 'none' or 'auto' without tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "go"}}, "tools": [TRIP, STOP]}, "tool_choice",
+         "tool_choice must name a function of tools, 'trip', 'stop', not 'go'"),
+        ({"tool_choice": "required", "tools": [
+            STOP, {"type": "function", "function": {"name": "a", "parameters": {"type": "fruit"}}}]},
+         "tools.1.function.parameters", "tools.1.function.parameters must have the type 'object', not 'fruit'"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "strict": True, "parameters": {
+            "properties": {"x": {"type": "fruit"}}}}}]},
+         "tools.0.function.parameters", "tools.0.function.parameters cannot be followed: "),
+        ({"tool_choice": "required", "tools": [STOP], "extra_body": {"min_tokens": 3}}, "min_tokens",
+         "min_tokens must be 0 for a text that follows a grammar, not 3"),
+    ],
+    ids=["no tools", "no such function", "no object", "no schema", "min_tokens"],
+)  # fmt: skip
+def test_calls_that_cannot_be_made_are_refused(chat, fields, param, message):
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(**fields)
+    assert caught.value.body["message"].startswith(message)
+    assert caught.value.param == param
+
+
+def test_a_format_after_a_thought_needs_a_parser(tokenizer):
+    running = Served(EngineOfRandomLogits(with_tokens(tokenizer)), Limits(), (), V31)
+    body = {"model": "micro", "messages": MESSAGES, "response_format": schema_format(), **THINKING}
+    answer = httpx.post(f"{running.url}/v1/chat/completions", json=body)
+    running.stop()
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == (
+        "response_format cannot be followed: the chat template begins a thought, and this server has no "
+        "--reasoning-parser"
+    )

@@ -10,6 +10,7 @@ import re
 from octile.serve.http.tools.parser import CallFormat, CallText
 
 TAGS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+SEPARATOR = "<｜tool▁sep｜>"
 V3_CALL = re.compile(r"function<｜tool▁sep｜>([^\n]+)\n```json\n(.*)\n```", re.DOTALL)
 V31_CALL = re.compile(r"(.+?)<｜tool▁sep｜>(.*)", re.DOTALL)
 
@@ -26,5 +27,12 @@ def _read_v31(body: str) -> CallText | None:
     return match and CallText(match[1].strip(), match[2].strip())
 
 
-V3 = CallFormat(*TAGS, _read_v3)
-V31 = CallFormat(*TAGS, _read_v31)
+V3 = CallFormat(
+    *TAGS,
+    _read_v3,
+    before_name=("function", SEPARATOR),
+    before_arguments=("\n```json\n",),
+    after_arguments=("\n```",),
+    separator="\n",
+)
+V31 = CallFormat(*TAGS, _read_v31, before_arguments=(SEPARATOR,))

@@ -19,5 +19,11 @@ def _read(body: str) -> CallText | None:
 
 
 K2 = CallFormat(
-    "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>", _read
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_end|>",
+    _read,
+    before_name=("functions.",),
+    before_arguments=(re.compile(":[0-9]{1,4}"), "<|tool_call_argument_begin|>"),
 )

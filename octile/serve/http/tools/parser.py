@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any, NamedTuple, NoReturn
 
@@ -32,6 +33,9 @@ class CallFormat(NamedTuple):
         begin, end: tags of the section.
         call_begin, call_end: tags of a call.
         read: reads what is between the tags of a call; None: it is no call.
+        before_name, before_arguments, after_arguments: what is written between these tags besides the name and the
+            arguments: texts, tags, and regular expressions.
+        separator: text between two calls.
     """
 
     begin: str
@@ -39,6 +43,10 @@ class CallFormat(NamedTuple):
     call_begin: str
     call_end: str
     read: Callable[[str], CallText | None]
+    before_name: Sequence[str] = ()
+    before_arguments: Sequence[str | re.Pattern[str]] = ()
+    after_arguments: Sequence[str] = ()
+    separator: str = ""
 
 
 class ToolCall(NamedTuple):
