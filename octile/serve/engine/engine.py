@@ -275,10 +275,8 @@ class Engine:
         outputs = []
         for request, first in adopted:
             if request.finish_reason is None:
-                output = self._extend(request, 0, [first.token], 0)
-                if first.logprobs is not None and output.tokens:
-                    output = output._replace(logprobs=(first.logprobs,))
-                outputs.append(output)
+                logprobs = [] if first.logprobs is None else [first.logprobs]
+                outputs.append(self._extend(request, 0, [first.token], 0, logprobs))
         return outputs
 
     def _next_outputs(self) -> list[Output]:
@@ -338,19 +336,17 @@ class Engine:
             first += n_tokens
             if request.id in wrong:
                 request.prompt_logprobs.clear()
-                outputs.append(self._extend(request, 0, [NOT_A_NUMBER], 0, wrong[request.id]))
+                outputs.append(self._extend(request, 0, [NOT_A_NUMBER], 0, why=wrong[request.id]))
                 n_rows += start + n_tokens >= len(request.tokens)
             elif start + n_tokens >= len(request.tokens):
                 n_drafts = len(request.drafts)
+                own = range(n_rows, n_rows + 1 + n_drafts)
                 chosen = tokens[n_rows : n_rows + 1 + n_drafts]
-                why = next((errors[i] for i in range(n_rows, n_rows + 1 + n_drafts) if i in errors), None)
+                why = next((errors[i] for i in own if i in errors), None)
                 n_accepted = count_accepted(request.drafts, chosen) if n_drafts else 0
                 n_tokens -= n_drafts - n_accepted
-                output = self._extend(request, n_tokens, chosen[: n_accepted + 1], n_drafts, why)
-                if logprobs and output.tokens:
-                    rows_of_output = range(n_rows, n_rows + len(output.tokens))
-                    output = output._replace(logprobs=tuple(logprobs[i] for i in rows_of_output if i in logprobs))
-                outputs.append(output)
+                scored = [logprobs[i] for i in own if i in logprobs] if logprobs else []
+                outputs.append(self._extend(request, n_tokens, chosen[: n_accepted + 1], n_drafts, scored, why))
                 n_rows += 1 + n_drafts
             else:
                 self._scheduler.advance(request, start + n_tokens)
@@ -480,12 +476,11 @@ class Engine:
                 continue  # it has ended since the step was launched
             n_drafts = min(len(request.drafts), request.n_remaining - 1)
             n_accepted = min(decoded.accepted, n_drafts)
-            output = self._extend(request, 1 + n_accepted, decoded.chosen[: n_accepted + 1], n_drafts)
+            chosen, scored = decoded.chosen[: n_accepted + 1], list[TokenLogprobs]()
             if request.sampling.logprobs is not None:
                 assert decoded.log_prob is not None  # `_launch` has asked for it
-                scored = tuple(TokenLogprobs(token, decoded.log_prob) for token in output.tokens)
-                output = output._replace(logprobs=scored)
-            outputs.append(output)
+                scored = [TokenLogprobs(chosen[0], decoded.log_prob)]
+            outputs.append(self._extend(request, 1 + n_accepted, chosen, n_drafts, scored))
             if request.finish_reason is None:
                 request.drafts = usable_drafts(decoded.drafts, request)
         return outputs
@@ -523,11 +518,18 @@ class Engine:
         self._grammars.close()
 
     def _extend(
-        self, request: Request, n_tokens: int, chosen: list[int], n_drafts: int, why: str | None = None
+        self,
+        request: Request,
+        n_tokens: int,
+        chosen: list[int],
+        n_drafts: int,
+        logprobs: Sequence[TokenLogprobs] = (),
+        why: str | None = None,
     ) -> Output:
         """Append the chosen tokens of a pass that has computed n_tokens positions, and verified n_drafts drafts.
 
-        `why` says what is wrong where no token was chosen, if it is not the logits.
+        logprobs are those of the chosen tokens, up to one that is none, if they were asked for. `why` says what is
+        wrong where no token was chosen, if it is not the logits.
         """
         request.drafts = []
         self._drafted += n_drafts
@@ -537,15 +539,14 @@ class Engine:
         text = ""
         reason = error = None
         stopped_by: str | int | None = None
-        for token in chosen:
+        end_logprobs: TokenLogprobs | None = None
+        for i, token in enumerate(chosen):
             if token < 0:
                 reason, error = FinishReason.ERROR, why or _describe_logits(token, request)
                 break
-            if token in self._end_tokens and not sampling.ignore_eos:
-                reason = FinishReason.STOP
-                break
-            if token in sampling.stop_token_ids:
-                reason, stopped_by = FinishReason.STOP, token
+            if (is_end := token in self._end_tokens and not sampling.ignore_eos) or token in sampling.stop_token_ids:
+                reason, stopped_by = FinishReason.STOP, None if is_end else token
+                end_logprobs = logprobs[i] if logprobs else None
                 break
             if request.matcher is not None:
                 try:
@@ -573,8 +574,8 @@ class Engine:
         prompt_logprobs = tuple(request.prompt_logprobs)
         request.prompt_logprobs.clear()
         return Output(
-            request.id, tuple(tokens[length:]), text, (), reason, error, version, has_old_latents, prompt_logprobs,
-            request.n_cached, stopped_by,
+            request.id, tuple(tokens[length:]), text, tuple(logprobs[: len(tokens) - length]), reason, error, version,
+            has_old_latents, prompt_logprobs, request.n_cached, stopped_by, end_logprobs,
         )  # fmt: skip
 
     def _remove(self, request: Request, reason: FinishReason) -> None:

@@ -214,6 +214,8 @@ class Output(NamedTuple):
             request's first output; they are those of the weights that have chosen its first token.
         cached_tokens: tokens of its prompt whose latents were in the cache when it began.
         stopped_by: the stop string, or the token of stop_token_ids, that has ended it; None: something else.
+        end_logprobs: log-probabilities of the token that has ended it, if they were asked for: an end-of-text token, or
+            one of stop_token_ids.
     """
 
     request_id: int
@@ -227,6 +229,7 @@ class Output(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     cached_tokens: int = 0
     stopped_by: str | int | None = None
+    end_logprobs: TokenLogprobs | None = None
 
 
 class PromptLatents(Protocol):

@@ -212,6 +212,11 @@ class Generation(Body):
         return self
 
     @property
+    def prompt_scores(self) -> int | None:
+        """How many most likely tokens the log-probabilities of prompts have; None: they are not needed."""
+        return self.prompt_logprobs
+
+    @property
     def format_field(self) -> str:
         """The field that gives the format of the text; empty: none."""
         return next((name for name in ("response_format", "structured_outputs") if getattr(self, name) is not None), "")
@@ -256,7 +261,7 @@ class Generation(Body):
                 stop=tuple(dict.fromkeys((*own, *stop))),
                 logprobs=logprobs,
                 ignore_eos=bool(self.ignore_eos),
-                prompt_logprobs=self.prompt_logprobs,
+                prompt_logprobs=self.prompt_scores,
                 logit_bias=tuple((int(token), float(bias)) for token, bias in (self.logit_bias or {}).items()),
                 stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids or ())),
                 min_tokens=self.min_tokens or 0,
@@ -279,7 +284,7 @@ class CompletionBody(Generation):
         | Tokens
         | Annotated[list[Tokens], Field(max_length=MAX_PROMPTS, fail_fast=True)]
     )
-    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    max_tokens: Annotated[int, Field(ge=0)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = False
     best_of: int | None = None
@@ -287,13 +292,20 @@ class CompletionBody(Generation):
 
     @model_validator(mode="after")
     def _is_a_supported_completion(self) -> Self:
-        refuse(self, "echo", self.echo, "false")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens must be at least 1, or 0 with echo true, not 0")
         refuse(self, "suffix", self.suffix, "empty")
         if self.best_of not in (None, self.n or 1):
             raise ValueError(f"best_of must be n, {self.n or 1}, not {self.best_of}: all choices are returned")
         if not self.prompts:
             raise ValueError("prompt must not be an empty list")
         return self
+
+    @property
+    def prompt_scores(self) -> int | None:
+        """How many most likely tokens the log-probabilities of prompts have; None: they are not needed."""
+        asked = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        return max((number for number in asked if number is not None), default=None)
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from octile.serve.engine.request import Output, TokenLogprobs
+from octile.serve.engine.request import FinishReason, Output, TokenLogprobs
 from octile.serve.http.message import Delta, MessageParser
 from octile.tokenizer import Tokenizer
 
@@ -351,8 +352,29 @@ class Answer(ABC):
         """Add the fields of prompts to the body of the whole response, where vLLM has them."""
 
 
+class Echo(NamedTuple):
+    """What a completion repeats of its prompts.
+
+    Attributes:
+        texts: the text of each prompt.
+        begins: how many tokens before its text each has.
+        logprobs: how many most likely tokens the log-probabilities of the prompts' tokens have; None: they have none.
+        is_all: whether the prompts are all that is shown, without what was generated.
+    """
+
+    texts: Sequence[str]
+    begins: Sequence[int]
+    logprobs: int | None
+    is_all: bool
+
+
 class Completion(Answer):
-    """The response of /v1/completions."""
+    """The response of /v1/completions.
+
+    Args:
+        model, tokenizer, prompts, n, scores_prompts, shows_tokens: arguments of `Answer`.
+        echo: what is repeated of the prompts; None: nothing.
+    """
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
@@ -364,9 +386,48 @@ class Completion(Answer):
         n: int,
         scores_prompts: bool = False,
         shows_tokens: bool = False,
+        echo: Echo | None = None,
     ):
         super().__init__(model, tokenizer, prompts, n, scores_prompts, shows_tokens)
         self._offsets = [0] * len(self._choices)
+        self._echo, self._to_echo = echo, {*range(len(self._choices))} if echo is not None else set[int]()
+
+    def add(self, index: int, output: Output) -> None:  # noqa: D102
+        super().add(index, self._with_prompt(index, output))
+
+    def chunk(self, index: int, output: Output) -> dict[str, Any] | None:  # noqa: D102
+        return super().chunk(index, self._with_prompt(index, output))
+
+    def _with_prompt(self, index: int, output: Output) -> Output:
+        """A choice's output with what is repeated of its prompt, which comes before the first one.
+
+        With log-probabilities of the prompt a token that has ended the text has them, too: OpenAI's clients that
+        score prompts, such as lm-eval, leave out the last entry.
+        """
+        echo, number = self._echo, index // self._n
+        if echo is None:
+            return output
+        if echo.is_all:
+            reason = output.finish_reason and FinishReason.LENGTH
+            output = Output(
+                output.request_id,
+                finish_reason=reason,
+                weights_version=output.weights_version,
+                has_old_latents=output.has_old_latents,
+                prompt_logprobs=output.prompt_logprobs,
+                cached_tokens=output.cached_tokens,
+            )
+        if output.end_logprobs is not None:
+            output = output._replace(logprobs=(*output.logprobs, output.end_logprobs))
+        if index not in self._to_echo:
+            return output
+        self._to_echo.remove(index)
+        scored: tuple[TokenLogprobs, ...] = ()
+        if echo.logprobs is not None:
+            first = TokenLogprobs(self._prompts[number][0], math.nan)  # nothing is before it
+            scored = tuple(entry._replace(top=entry.top[: echo.logprobs]) for entry in (first, *output.prompt_logprobs))
+        logprobs = (*scored[echo.begins[number] :], *output.logprobs)
+        return output._replace(text=echo.texts[number] + output.text, logprobs=logprobs)
 
     def empty(self, index: int) -> dict[str, Any]:  # noqa: D102
         return {"index": index, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
@@ -404,8 +465,8 @@ class Completion(Answer):
             self._offsets[index] += len(text)
         return {
             "tokens": texts,
-            "token_logprobs": [_in_json(entry.logprob) for entry in logprobs],
-            "top_logprobs": [self._top(entry) for entry in logprobs],
+            "token_logprobs": [None if math.isnan(entry.logprob) else _in_json(entry.logprob) for entry in logprobs],
+            "top_logprobs": [None if math.isnan(entry.logprob) else self._top(entry) for entry in logprobs],
             "text_offset": offsets,
         }
 

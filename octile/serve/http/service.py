@@ -38,6 +38,7 @@ from octile.serve.http.responses import (
     ApiError,
     ChatCompletion,
     Completion,
+    Echo,
     PacedResponse,
     event,
     json_bytes,
@@ -243,10 +244,17 @@ class Service:
         given = self._defaults, self._bad_words(body), grammar
         requests = list[Request]()
         for prompt in prompts:
-            new_tokens = self._new_tokens(prompt, body.max_tokens or 16, "max_tokens")
+            wanted = 16 if body.max_tokens is None else max(body.max_tokens, 1)
+            new_tokens = self._new_tokens(prompt, wanted, "max_tokens")
             choices = [body.sampling(new_tokens, body.logprobs, i, *given) for i in range(body.n or 1)]
             requests += self._requests(prompt, choices)
-        return Job(Completion(self.model, self.tokenizer, prompts, body.n or 1, *_shown(body)), requests)
+        echo = None
+        if body.echo:
+            texts = [p if isinstance(p, str) else self.tokenizer.decode(p) for p in body.prompts]
+            begins = [len(begin) if isinstance(p, str) else 0 for p in body.prompts]
+            echo = Echo(texts, begins, body.logprobs, body.max_tokens == 0)
+        answer = Completion(self.model, self.tokenizer, prompts, body.n or 1, *_shown(body), echo=echo)
+        return Job(answer, requests)
 
     def _chat_completion(self, body: ChatBody) -> Job:
         form = self._call_format(body)

@@ -1,5 +1,6 @@
 """Tests of the engine over a fake model: each request gets the text that it gets alone."""
 
+import math
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -599,6 +600,25 @@ def test_outputs_name_what_has_stopped_a_text(engine_of, tokenizer):
     ):
         engine.add([1, 2], sampling)
     assert [last.stopped_by for _, _, last in run(engine).values()] == ["xx", letter, None, None]
+
+
+@pytest.mark.parametrize(("n_drafts", "max_ahead"), [(0, 0), (2, 0), (0, 4)])
+def test_a_token_that_ends_the_text_has_log_probabilities(engine_of, tokenizer, n_drafts, max_ahead):
+    runner = FakeRunner(scale=4.0, max_ahead=max_ahead, n_drafts=n_drafts if max_ahead else 0)
+    whole = runner.text_of([1, 2], Sampling(20))
+    length = whole.index(whole[7])
+    engine = engine_of(runner, n_drafts=n_drafts)
+    for sampling in (
+        Sampling(20, logprobs=0, stop_token_ids=(whole[7],)),
+        Sampling(20, stop_token_ids=(whole[7],)),
+        Sampling(length, logprobs=0),
+    ):
+        engine.add([1, 2], sampling)
+    (_, _, ended), (_, _, unasked), (_, _, cut) = run(engine).values()
+    logits = runner.logits_after([1, 2, *whole[:length]]).double()
+    assert ended.end_logprobs.token == whole[7]
+    assert math.isclose(ended.end_logprobs.logprob, logits.log_softmax(0)[whole[7]].item(), rel_tol=1e-5)
+    assert (unasked.end_logprobs, cut.end_logprobs) == (None, None)
 
 
 def test_outputs_say_how_many_tokens_of_the_prompt_were_cached(engine_of):
