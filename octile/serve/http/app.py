@@ -24,9 +24,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octile import __version__
 from octile.serve.http.config import WRITE_SECONDS
+from octile.serve.http.response_body import NOT_KEPT
 from octile.serve.http.responses import NEVER_RETRY, ApiError
 from octile.serve.http.service import Service
 from octile.serve.http.tokenization import detokenize, tokenize
+from octile.validation import quoted
 
 METHOD_NOT_ALLOWED, INTERNAL_ERROR = 405, 500
 READ = ["GET", "HEAD"]  # monitors ask with HEAD
@@ -35,7 +37,15 @@ HEADER = "X-Request-Id"
 ID = re.compile(r"[!-~]{1,128}")  # visible characters of ASCII
 OPEN_PATHS = {"/", "/health", "/ping", "/load", "/version", "/metrics"}
 TOKENIZERS = {"/tokenize", "/detokenize"}
-COUNTED_PATHS = {*OPEN_PATHS, "/v1/models", "/v1/completions", "/v1/chat/completions", *TOKENIZERS, *UPDATES}
+COUNTED_PATHS = {
+    *OPEN_PATHS,
+    "/v1/models",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    *TOKENIZERS,
+    *UPDATES,
+}
 
 
 def create_app(
@@ -144,7 +154,13 @@ def _v1(service: Service) -> APIRouter:
 
     router.add_api_route("/completions", service.complete, methods=["POST"])
     router.add_api_route("/chat/completions", service.chat_complete, methods=["POST"])
+    router.add_api_route("/responses", service.respond, methods=["POST"])
+    router.add_api_route("/responses/{response_id:path}", _refuse_kept_response, methods=["GET", "POST", "DELETE"])
     return router
+
+
+def _refuse_kept_response(response_id: str) -> None:
+    raise ApiError(404, f"the response {quoted(response_id)} is not here: {NOT_KEPT}", "response_id")
 
 
 def _tokenizers(service: Service) -> APIRouter:

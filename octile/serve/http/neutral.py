@@ -81,6 +81,19 @@ COMPLETIONS: Mapping[str, Values] = {**VLLM, **VLLM_COMPLETIONS, **SGLANG, **OPE
 CHAT: Mapping[str, Values] = {**VLLM, **VLLM_CHAT, **SGLANG, **SGLANG_CHAT, **OPENAI}
 
 
+RESPONSES: Mapping[str, Values] = {
+    **VLLM,
+    **OPENAI,
+    "stream_options": ({"include_obfuscation": False},),
+    "prompt": (),  # one of OpenAI's that is kept
+    "max_tool_calls": (),  # of tools that OpenAI runs
+    "context_management": ({},),
+    "previous_input_messages": (),
+    "enable_response_messages": (False,),
+    "mm_processor_kwargs": ({},),
+}
+
+
 def is_neutral(value: object, values: Values) -> bool:
     """Whether a field's value changes nothing; an empty list or text is no more than null."""
     if value is None or value == "" or value == []:

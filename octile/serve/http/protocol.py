@@ -10,6 +10,7 @@ Sources: OpenAI's API reference, completions and chat completions; vLLM's docume
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -159,19 +160,16 @@ class StructuredOutputs(Body):
         return json_schema(ANY_OBJECT if self.json_ is None else self.json_)
 
 
-class Generation(Body):
-    """What completions and chat completions have in common."""
+class SampledBody(Body):
+    """What all requests for a text have in common."""
 
     model: str
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_TOP_K)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
     seed: Annotated[int, Field(ge=-(2**63), le=MAX_SEED)] | None = None
     stop: Annotated[str, Field(min_length=1)] | Stops | None = None
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
     ignore_eos: bool | None = False
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
@@ -182,10 +180,7 @@ class Generation(Body):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     bad_words: Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True)] | None = None
     skip_special_tokens: bool | None = True
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    return_token_ids: bool | None = False
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
 
     # of no effect: who asks, and how OpenAI accounts and caches
@@ -197,12 +192,27 @@ class Generation(Body):
     prompt_cache_key: str | None = None
 
     @model_validator(mode="after")
-    def _is_supported(self) -> Self:
+    def _has_biases(self) -> Self:
         for token, bias in (self.logit_bias or {}).items():
             if not (token.isdecimal() and token.isascii() and len(token) < 10):
                 raise ValueError(f"logit_bias must have tokens, whole numbers from 0, as names, not {quoted(token)}")
             if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
                 raise ValueError(f"logit_bias must have numbers from -100 to 100, not {describe_value(bias)}")
+        return self
+
+
+class Generation(SampledBody):
+    """What completions and chat completions have in common."""
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_token_ids: bool | None = False
+
+    @model_validator(mode="after")
+    def _is_supported(self) -> Self:
         if self.structured_outputs is not None and self.response_format is not None:
             raise ValueError("structured_outputs and response_format are both given: give one of them")
         if self.stream_options is not None and not self.stream:
@@ -673,6 +683,12 @@ def describe(error: ValidationError) -> tuple[str, str | None]:
             name = context["name"]
             field = ".".join([*where, name if name.isidentifier() and len(name) <= MAX_NAME else quoted(name)])
             return f"{field} is unknown, or not supported here", field
+        case "union_tag_invalid":
+            kinds = re.findall(r"'a (\w+)'", context["expected_tags"])
+            return (
+                f"{field}.type must be {', '.join(map(repr, kinds))}, not {quoted(context['tag'][2:])}",
+                f"{field}.type",
+            )
         case "model_type" | "model_attributes_type":
             return f"{field or 'the body'} must be an object, not {given}", field or None
     for i, name in enumerate(where):

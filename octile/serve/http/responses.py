@@ -66,9 +66,10 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, self.headers)
 
 
-def event(value: object) -> str:
-    """An event with a JSON value."""
-    return f"data: {_json_text(value)}\n\n"
+def event(value: object, name: str = "") -> str:
+    """An event with a JSON value, and a name, if it has one."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {_json_text(value)}\n\n"
 
 
 async def json_bytes(value: object) -> bytes:
@@ -203,7 +204,65 @@ IMPOSSIBLE = -9999.0  # OpenAI's log-probability of very unlikely tokens: JSON h
 
 
 class Answer(ABC):
-    """The response to one request, whole or as the chunks of a stream.
+    """The response to one request, whole or as the events of a stream."""
+
+    @abstractmethod
+    def name(self, request_id: str) -> None:
+        """Give the response the id of its request."""
+
+    @abstractmethod
+    def add(self, index: int, output: Output) -> None:
+        """Add what is new about a choice to the whole response."""
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any]:
+        """The body of the whole response."""
+
+    @abstractmethod
+    def first_events(self) -> str:
+        """The events before the first output."""
+
+    @abstractmethod
+    def events(self, new: Sequence[tuple[int, Output]]) -> str:
+        """The events for what is new about choices, by their numbers."""
+
+    @abstractmethod
+    def last_events(self) -> str:
+        """The events after the last output."""
+
+    def error_event(self, error: ApiError) -> str:
+        """The last event of a stream that has begun and cannot go on."""
+        return event(error.body())
+
+
+class TokenTexts:
+    """Shows tokens and their log-probabilities as chats and responses have them.
+
+    Args:
+        tokenizer: the tokenizer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+
+    def logprobs(self, entry: TokenLogprobs) -> dict[str, Any]:
+        """The log-probabilities of a token and of the most likely ones."""
+        return {**self._entry(entry.token, entry.logprob), "top_logprobs": [self._entry(*one) for one in entry.top]}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._tokenizer.decode([token])
+        return {"token": text, "logprob": _in_json(logprob), "bytes": self._token_bytes(token, text)}
+
+    def _token_bytes(self, token: int, text: str) -> list[int] | None:
+        """The bytes of a token, which may be a part of a character; None if they are unknown."""
+        table = self._tokenizer.token_bytes
+        if table is not None and token < len(table):
+            return list(table[token])
+        return None if "\ufffd" in text else list(text.encode())
+
+
+class ChoicesAnswer(Answer):
+    """A response that has choices, or chunks of them.
 
     Args:
         model: the name under which the model is served.
@@ -212,8 +271,6 @@ class Answer(ABC):
         n: choices of each prompt.
         scores_prompts: whether the log-probabilities of prompts are shown, in whole responses alone.
         shows_tokens: whether the tokens of prompts and of choices are shown.
-
-    Attributes:
         shows_usage: whether chunks have the field usage, which is null in all but the last.
     """
 
@@ -229,12 +286,13 @@ class Answer(ABC):
         n: int,
         scores_prompts: bool = False,
         shows_tokens: bool = False,
+        shows_usage: bool = False,
     ):
         self._tokenizer, self._prompts, self._n = tokenizer, prompts, n
         self._scores_prompts, self._shows_tokens = scores_prompts, shows_tokens
         self._prompt_tokens, self._new_tokens = sum(map(len, prompts)), 0
         self._cached_tokens = [0] * len(prompts)
-        self.shows_usage = False
+        self._shows_usage = shows_usage
         self._head = {"id": "", "created": int(time.time()), "model": model}
         self._choices = [self.empty(i) for i in range(len(prompts) * n)]
         self._texts: list[list[str]] = [[] for _ in self._choices]  # of the whole response, joined at its end
@@ -242,12 +300,10 @@ class Answer(ABC):
         self._scores: list[tuple[TokenLogprobs, ...]] = [() for _ in self._choices]  # of its prompt
         self._versions = [WeightsVersions() for _ in self._choices]
 
-    def name(self, request_id: str) -> None:
-        """Give the response the id of its request."""
+    def name(self, request_id: str) -> None:  # noqa: D102
         self._head["id"] = f"{self.prefix}-{request_id}"
 
-    def add(self, index: int, output: Output) -> None:
-        """Add what is new about a choice to the whole response."""
+    def add(self, index: int, output: Output) -> None:  # noqa: D102
         self._count(index, output)
         self._texts[index].append(output.text)
         self._scores[index] += output.prompt_logprobs
@@ -258,8 +314,7 @@ class Answer(ABC):
             reasons = {"finish_reason": str(output.finish_reason), "stop_reason": output.stopped_by}
             self._choices[index].update(reasons)
 
-    def whole(self) -> dict[str, Any]:
-        """The body of the whole response."""
+    def whole(self) -> dict[str, Any]:  # noqa: D102
         for i, choice in enumerate(self._choices):
             self.set_text(choice, "".join(self._texts[i]))
             choice |= self._versions[i].fields()
@@ -268,6 +323,17 @@ class Answer(ABC):
         body = {**self._head, "object": self.whole_object, "choices": self._choices, "usage": self.usage()}
         self.add_prompts(body)
         return body
+
+    def first_events(self) -> str:  # noqa: D102
+        return "".join(map(event, self.first_chunks()))
+
+    def events(self, new: Sequence[tuple[int, Output]]) -> str:  # noqa: D102
+        chunks = (self.chunk(index, output) for index, output in new)
+        return "".join(event(chunk) for chunk in chunks if chunk is not None)
+
+    def last_events(self) -> str:  # noqa: D102
+        usage = event({**self._as_chunk([]), "usage": self.usage()}) if self._shows_usage else ""
+        return usage + DONE
 
     def chunk(self, index: int, output: Output) -> dict[str, Any] | None:
         """The chunk for what is new about a choice; None if nothing can be shown yet."""
@@ -284,10 +350,6 @@ class Answer(ABC):
         """The chunks before the first output."""
         return []
 
-    def usage_chunk(self) -> dict[str, Any]:
-        """The last chunk of a stream that is to have the usage."""
-        return {**self._as_chunk([]), "usage": self.usage()}
-
     def usage(self) -> dict[str, Any]:
         """The numbers of tokens so far."""
         total = self._prompt_tokens + self._new_tokens
@@ -299,7 +361,7 @@ class Answer(ABC):
         }
 
     def _as_chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        usage = {"usage": None} if self.shows_usage else {}
+        usage = {"usage": None} if self._shows_usage else {}
         return {**self._head, "object": self.chunk_object, "choices": choices, **usage}
 
     def prompt_tokens(self, index: int) -> dict[str, Any]:
@@ -368,11 +430,11 @@ class Echo(NamedTuple):
     is_all: bool
 
 
-class Completion(Answer):
+class Completion(ChoicesAnswer):
     """The response of /v1/completions.
 
     Args:
-        model, tokenizer, prompts, n, scores_prompts, shows_tokens: arguments of `Answer`.
+        model, tokenizer, prompts, n, scores_prompts, shows_tokens, shows_usage: arguments of `ChoicesAnswer`.
         echo: what is repeated of the prompts; None: nothing.
     """
 
@@ -386,9 +448,10 @@ class Completion(Answer):
         n: int,
         scores_prompts: bool = False,
         shows_tokens: bool = False,
+        shows_usage: bool = False,
         echo: Echo | None = None,
     ):
-        super().__init__(model, tokenizer, prompts, n, scores_prompts, shows_tokens)
+        super().__init__(model, tokenizer, prompts, n, scores_prompts, shows_tokens, shows_usage)
         self._offsets = [0] * len(self._choices)
         self._echo, self._to_echo = echo, {*range(len(self._choices))} if echo is not None else set[int]()
 
@@ -481,11 +544,11 @@ class Completion(Answer):
         return top
 
 
-class ChatCompletion(Answer):
+class ChatCompletion(ChoicesAnswer):
     """The response of /v1/chat/completions.
 
     Args:
-        model, tokenizer, prompts, n, scores_prompts, shows_tokens: arguments of `Answer`.
+        model, tokenizer, prompts, n, scores_prompts, shows_tokens, shows_usage: arguments of `ChoicesAnswer`.
         make_parser: makes the parser of a choice's text; None: the text is the message's content.
     """
 
@@ -499,9 +562,11 @@ class ChatCompletion(Answer):
         n: int,
         scores_prompts: bool = False,
         shows_tokens: bool = False,
+        shows_usage: bool = False,
         make_parser: Callable[[], MessageParser] | None = None,
     ):
-        super().__init__(model, tokenizer, prompts, n, scores_prompts, shows_tokens)
+        super().__init__(model, tokenizer, prompts, n, scores_prompts, shows_tokens, shows_usage)
+        self._token_texts = TokenTexts(tokenizer)
         self._parsers = [make_parser() for _ in self._choices] if make_parser is not None else None
 
     def empty(self, index: int) -> dict[str, Any]:  # noqa: D102
@@ -558,21 +623,7 @@ class ChatCompletion(Answer):
         return Delta.joined(parser.push(output.text), parser.end() if output.finish_reason else Delta()).fields()
 
     def _content(self, logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
-        return [
-            {**self._entry(entry.token, entry.logprob), "top_logprobs": [self._entry(*one) for one in entry.top]}
-            for entry in logprobs
-        ]
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._token_text(token)
-        return {"token": text, "logprob": _in_json(logprob), "bytes": self._token_bytes(token, text)}
-
-    def _token_bytes(self, token: int, text: str) -> list[int] | None:
-        """The bytes of a token, which may be a part of a character; None if they are unknown."""
-        table = self._tokenizer.token_bytes
-        if table is not None and token < len(table):
-            return list(table[token])
-        return None if "\ufffd" in text else list(text.encode())
+        return [self._token_texts.logprobs(entry) for entry in logprobs]
 
 
 def _in_json(logprob: float) -> float:

@@ -28,11 +28,13 @@ from octile.serve.http.protocol import (
     Conversation,
     FolderUpdate,
     Generation,
+    SampledBody,
     parse,
 )
 from octile.serve.http.reasoning import ReasoningParser, Thought
+from octile.serve.http.response_body import LOGPROBS, ResponseBody, renamed
+from octile.serve.http.response_object import ResponseObject
 from octile.serve.http.responses import (
-    DONE,
     NEVER_RETRY,
     Answer,
     ApiError,
@@ -40,7 +42,6 @@ from octile.serve.http.responses import (
     Completion,
     Echo,
     PacedResponse,
-    event,
     json_bytes,
     while_connected,
 )
@@ -52,7 +53,7 @@ from octile.text import format_count
 from octile.tokenizer import Tokenizer
 from octile.validation import quoted
 
-B = TypeVar("B", bound=Generation)
+B = TypeVar("B", bound=SampledBody)
 
 RETRY = {"retry-after": "1"}
 INVALID_LENGTH = "context_length_exceeded"
@@ -165,11 +166,17 @@ class Service:
 
     async def complete(self, request: HttpRequest) -> Response:
         """Answer POST /v1/completions."""
-        return await self._respond(request, CompletionBody, self._completion, lambda body: len(body.prompts))
+        return await self._respond(
+            request, CompletionBody, self._completion, lambda body: len(body.prompts) * (body.n or 1)
+        )
 
     async def chat_complete(self, request: HttpRequest) -> Response:
         """Answer POST /v1/chat/completions."""
-        return await self._respond(request, ChatBody, self._chat_completion, lambda body: 1)
+        return await self._respond(request, ChatBody, self._chat_completion, lambda body: body.n or 1)
+
+    async def respond(self, request: HttpRequest) -> Response:
+        """Answer POST /v1/responses."""
+        return await self._respond(request, ResponseBody, self._response, lambda body: 1)
 
     async def compute(self, request: HttpRequest, answer: Callable[[Service, bytes], dict[str, Any]]) -> Response:
         """Answer a request for which the engine has nothing to do, in a thread."""
@@ -257,6 +264,21 @@ class Service:
         return Job(answer, requests)
 
     def _chat_completion(self, body: ChatBody) -> Job:
+        prompt, requests, make_parser = self._chat(body)
+        shown = _shown(body)
+        answer = ChatCompletion(self.model, self.tokenizer, [prompt], body.n or 1, *shown, make_parser=make_parser)
+        return Job(answer, requests)
+
+    def _response(self, body: ResponseBody) -> Job:
+        _, requests, make_parser = renamed(lambda: self._chat(body.chat()))
+        if make_parser is not None and body.shows_logprobs:
+            why = "this server divides thoughts or calls from the text"
+            raise ApiError(400, f"include must not have {LOGPROBS}: {why}", "include")
+        parser = None if make_parser is None else make_parser()
+        return Job(ResponseObject(body, self.tokenizer, requests[0], parser), requests)
+
+    def _chat(self, body: ChatBody) -> tuple[list[int], list[Request], Callable[[], MessageParser] | None]:
+        """The tokens of a chat's prompt, its requests, and what makes the parser of a text; None: it needs none."""
         form = self._call_format(body)
         rendered = self.render(body, lambda text: self._check_length(text, "messages"))
         prompt = rendered.tokens
@@ -279,10 +301,7 @@ class Service:
                 ToolParser(form, body.parallel_tool_calls is not False) if form is not None else None,
             )
 
-        shown = _shown(body)
-        parser = make_parser if divides else None
-        answer = ChatCompletion(self.model, self.tokenizer, [prompt], body.n or 1, *shown, make_parser=parser)
-        return Job(answer, requests)
+        return prompt, requests, make_parser if divides else None
 
     def render(self, body: Conversation, check: Callable[[str], object] = lambda text: None) -> Prompt:
         """Render a conversation by the chat template; check: called with the prompt's text before it is encoded.
@@ -341,7 +360,7 @@ class Service:
         return ApiError(400, f"the prompt has {what}: {limit}", name, INVALID_LENGTH)
 
     async def _respond(
-        self, request: HttpRequest, form: type[B], read: Callable[[B], Job], count_prompts: Callable[[B], int]
+        self, request: HttpRequest, form: type[B], read: Callable[[B], Job], count_choices: Callable[[B], int]
     ) -> Response:
         deadline = asyncio.get_running_loop().time() + self.limits.seconds
         self._check_open()
@@ -351,7 +370,7 @@ class Service:
             slots.take(1)  # before the body is read, so that there are only so many in memory
             body = parse(form, await _read_body(request, self.limits.body, deadline))
             self.check_model(body.model)
-            slots.take(count_prompts(body) * (body.n or 1) - 1)
+            slots.take(count_choices(body) - 1)
 
             def named(body: B) -> Job:
                 job = read(body)
@@ -383,21 +402,16 @@ class Service:
         has_begun = False
         try:
             job = await asyncio.to_thread(read, body)
-            answer = job.answer
-            answer.shows_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
             async with aclosing(self._outputs(job, deadline)) as outputs:
                 async for new in outputs:
-                    chunks = [] if has_begun else answer.first_chunks()
-                    chunks += [chunk for index, output in new if (chunk := answer.chunk(index, output)) is not None]
+                    first = "" if has_begun else job.answer.first_events()
                     has_begun = True
-                    yield "".join(map(event, chunks))
-            if answer.shows_usage:
-                yield event(answer.usage_chunk())
-            yield DONE
+                    yield first + job.answer.events(new)
+            yield job.answer.last_events()
         except ApiError as error:
             if not has_begun:
                 raise
-            yield event(error.body())
+            yield job.answer.error_event(error)
 
     async def _outputs(self, job: Job, deadline: float) -> AsyncGenerator[list[tuple[int, Output]], None]:
         """What is new about the choices of a request, until all have finished. Leaving it early cancels them.
@@ -429,9 +443,10 @@ class Service:
                 stream.close()
 
 
-def _shown(body: Generation) -> tuple[bool, bool]:
-    """Whether a response shows log-probabilities of prompts, and tokens."""
-    return body.prompt_logprobs is not None, bool(body.return_token_ids)
+def _shown(body: Generation) -> tuple[bool, bool, bool]:
+    """Whether a response shows log-probabilities of prompts, tokens, and in all chunks of a stream usage."""
+    shows_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+    return body.prompt_logprobs is not None, bool(body.return_token_ids), shows_usage
 
 
 async def _next(events: AsyncGenerator[str, None]) -> str:
