@@ -10,7 +10,15 @@ from typing import Annotated, Literal
 from octile.extras import require
 from octile.options import Positional, Section
 from octile.serve.engine.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig, window_of
-from octile.serve.http.config import Limits, Parsers, ReasoningFormat, ToolCallFormat, check_key, check_origin
+from octile.serve.http.config import (
+    HttpConfig,
+    Limits,
+    Parsers,
+    ReasoningFormat,
+    ToolCallFormat,
+    check_key,
+    check_origin,
+)
 from octile.serve.http.tls import TlsFiles
 from octile.serve.newest_run import newest_run
 from octile.signals import importing
@@ -138,10 +146,11 @@ def run(options: Options) -> None:
         from octile.serve.http.serve_folder import serve
 
     device = pick_own_device(options.device)
+    parsers = Parsers(options.reasoning_parser, options.tool_call_parser)
+    config = HttpConfig(name, options.limits, keys, weights_key, parsers, tls, options.allowed_origins)
     serve(
-        path, name, options.host, options.port, keys, device, options.limits, options.engine, options.cache,
-        options.parallel, options.processes, options.sampling_defaults == "model", weights_key,
-        Parsers(options.reasoning_parser, options.tool_call_parser), tls, options.allowed_origins,
+        path, options.host, options.port, device, config, options.engine, options.cache, options.parallel,
+        options.processes, options.sampling_defaults == "model",
     )  # fmt: skip
 
 

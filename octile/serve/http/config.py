@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
+from octile.serve.http.tls import TlsFiles
 from octile.validation import Range, check_fields
 
 FIRST_STEP_SECONDS = 600.0  # of an engine, in which it may compile kernels
@@ -86,3 +87,25 @@ def check_key(name: str, key: str) -> None:
     """
     if not (key.isascii() and key.isprintable() and key == key.strip()):
         raise ValueError(f"{name} must be printable ASCII without blanks at its ends, to be sent in a header")
+
+
+class HttpConfig(NamedTuple):
+    """How a model is served over HTTP.
+
+    Attributes:
+        model_name: the name by which clients ask for the model.
+        limits: what the server takes at most.
+        api_keys: one of them is needed; none is if there are none.
+        weights_key: is needed to update the weights; None: they cannot be updated.
+        parsers: how what the model writes in chats is parsed.
+        tls: files for HTTPS; None: HTTP is served.
+        origins: origins whose scripts browsers let read answers.
+    """
+
+    model_name: str
+    limits: Limits
+    api_keys: tuple[str, ...] = ()
+    weights_key: str | None = None
+    parsers: Parsers = Parsers()
+    tls: TlsFiles | None = None
+    origins: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ from octile.serve.disaggregated.router import Router
 from octile.serve.engine.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig, check_micro_batches
 from octile.serve.http.address import bind, url_of
 from octile.serve.http.chat import ChatTemplate
-from octile.serve.http.config import Limits, Parsers
+from octile.serve.http.config import HttpConfig
 from octile.serve.http.process import HttpProcess
 from octile.serve.http.tls import TlsFiles
 from octile.serve.http.worker import Start
@@ -36,21 +36,15 @@ from octile.text import format_count
 
 def serve(
     run: Path,
-    name: str,
     host: str,
     port: int,
-    api_keys: tuple[str, ...],
     device: torch.device,
-    limits: Limits,
+    config: HttpConfig,
     engine: EngineConfig,
     cache: CacheConfig,
     parallel: ParallelConfig,
     processes: ProcessesConfig,
     has_model_defaults: bool,
-    weights_key: str | None = None,
-    parsers: Parsers = Parsers(),  # noqa: B008 - it is immutable
-    tls: TlsFiles | None = None,
-    origins: tuple[str, ...] = (),
 ) -> None:
     """Serve a folder; see `octile.cli.Serve` for the arguments. The address is bound before the weights are read.
 
@@ -72,7 +66,7 @@ def serve(
         folder.check_parallel(parallel, engine.batch_invariant)
         chat = ChatTemplate.load(folder.path, folder.tokenizer)
         with ExitStack() as stack:
-            address = ranks.from_first_only(lambda: _Address.bind(host, port, tls, stack))
+            address = ranks.from_first_only(lambda: _Address.bind(host, port, config.tls, stack))
             if processes.prefill:
                 where = f"{device} by processes, {processes.prefill} for prefill and {processes.decode} for decoding"
             else:
@@ -80,7 +74,7 @@ def serve(
                 if parallel.tp > 1:
                     where += f" in groups of {parallel.tp}"
             if address is not None:  # on rank 0
-                print(f"loading {name} on {where}", file=sys.stderr, flush=True)
+                print(f"loading {config.model_name} on {where}", file=sys.stderr, flush=True)
                 folder.warn_of_unused()
             if processes.prefill:
                 router = Router(folder.path, processes, device, engine, cache, parallel.timeout)
@@ -89,7 +83,7 @@ def serve(
             elif ranks.size == 1:
                 own, runner = folder.load(device, engine, cache)
                 loaded = _Loaded.of(own, runner)
-                if weights_key is not None:
+                if config.weights_key is not None:
                     assert isinstance(runner.updatable_weights, ReplaceableWeights)  # as those of all folders
                     loaded = loaded._replace(updates=WeightsUpdates(own, runner.updatable_weights))
             else:
@@ -107,10 +101,7 @@ def serve(
                 where += f", each {'group ' if parallel.tp > 1 else ''}with this cache"
             assert address is not None  # on rank 0
             defaults = folder.generation.sampling if has_model_defaults else {}
-            _answer(
-                address, folder, name, host, api_keys, limits, loaded, where, chat, defaults, weights_key, parsers, tls,
-                origins,
-            )  # fmt: skip
+            _answer(address, folder, host, loaded, where, chat, defaults, config)
     except Exception as error:
         if (explained := explain(error)) is not error:
             raise explained from error
@@ -153,21 +144,15 @@ class _Loaded(NamedTuple):
 def _answer(
     address: _Address,
     folder: Folder,
-    name: str,
     host: str,
-    api_keys: tuple[str, ...],
-    limits: Limits,
     loaded: _Loaded,
     where: str,
     chat: ChatTemplate,
     defaults: Mapping[str, Any],
-    weights_key: str | None,
-    parsers: Parsers,
-    tls: TlsFiles | None,
-    origins: tuple[str, ...],
+    config: HttpConfig,
 ) -> None:
     """Answer requests until a signal comes, and end the other ranks and processes."""
-    url = address.url
+    url, name = address.url, config.model_name
     pages = f"{format_count(loaded.n_pages, 'page')} of {PAGE} tokens, {_binary(loaded.cache_bytes)}"
     limit = folder.model.max_position_embeddings
     fewer = f" (the cache does not hold the model's {limit})" if loaded.context < limit else ""
@@ -177,27 +162,13 @@ def _answer(
     if defaults:
         values = ", ".join(f"{field} {value:g}" for field, value in defaults.items())
         print(f"requests that give none get its {FILE}'s {values} (not with --sampling-defaults openai)")
-    if not api_keys and not address.is_local:
+    if not config.api_keys and not address.is_local:
         print(f"octile: anyone who reaches {url} can use the model: --api-key restricts it", file=sys.stderr)
-    engine, hosts = loaded.engine, (host,) if address.is_local and not api_keys else None
+    engine, hosts = loaded.engine, (host,) if address.is_local and not config.api_keys else None
     vocab_size, stats = folder.model.vocab_size, engine.stats()
     freeze_loaded()
     try:
-        served = Start(
-            folder.path,
-            vocab_size,
-            loaded.context,
-            stats,
-            name,
-            limits,
-            defaults,
-            api_keys,
-            hosts,
-            weights_key,
-            parsers,
-            tls,
-            origins,
-        )
+        served = Start(folder.path, vocab_size, loaded.context, stats, defaults, hosts, config)
         address.http.listen(served)
         announcement = f"try it at {url}, or with OpenAI's client: base_url {url}/v1, model {name}"
         signals = address.http.serve(engine, announcement, loaded.updates)

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from octile.serve.engine.stats import Stats
 from octile.serve.http.address import listen
-from octile.serve.http.config import Limits, Parsers
-from octile.serve.http.tls import TlsFiles
+from octile.serve.http.config import HttpConfig
 from octile.serve.process.messages import Failed
 from octile.serve.process.signals import signals_ignored
 
@@ -24,25 +23,18 @@ class Start(NamedTuple):
         folder: the Hugging Face folder, with the tokenizer.
         vocab_size, context: tokens of the model, and the positions that a prompt and its new tokens may have together.
         stats: counts of the engine.
-        name, limits, defaults, parsers: arguments of `Service`.
-        api_keys, hosts, weights_key: arguments of `Server`.
-        tls: files for HTTPS; None: HTTP is served.
-        origins: argument of `Server`.
+        defaults: argument of `Service`.
+        hosts: argument of `Server`.
+        config: how it is served.
     """
 
     folder: Path
     vocab_size: int
     context: int
     stats: Stats
-    name: str
-    limits: Limits
     defaults: Mapping[str, Any]
-    api_keys: tuple[str, ...]
     hosts: tuple[str, ...] | None
-    weights_key: str | None = None
-    parsers: Parsers = Parsers()
-    tls: TlsFiles | None = None
-    origins: tuple[str, ...] = ()
+    config: HttpConfig
 
 
 class Listening(NamedTuple):
@@ -66,14 +58,14 @@ def answer(connection: Connection, bound: socket.socket) -> None:
         return
     tokenizer = Tokenizer.load(start.folder)
     engine = EngineClient(connection, start.stats)
-    chat = ChatTemplate.load(start.folder, tokenizer)
+    chat, config = ChatTemplate.load(start.folder, tokenizer), start.config
     service = Service(
-        engine, tokenizer, start.vocab_size, start.context, chat, start.limits, start.name, start.defaults,
-        start.parsers,
+        engine, tokenizer, start.vocab_size, start.context, chat, config.limits, config.model_name, start.defaults,
+        config.parsers,
     )  # fmt: skip
     try:
-        tls = start.tls.context() if start.tls else None
-        server = Server(service, start.api_keys, start.hosts, start.weights_key, tls, start.origins)
+        tls = config.tls.context() if config.tls else None
+        server = Server(service, config.api_keys, start.hosts, config.weights_key, tls, config.origins)
         engine.on_drain = server.drain
         freeze_loaded()
         listen(bound)

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from octile.serve.http.address import bind, url_of
-from octile.serve.http.config import Limits
+from octile.serve.http.config import HttpConfig, Limits
 from octile.serve.http.process import HttpProcess
 from octile.serve.http.worker import Start
 from octile.serve.process.messages import ProcessEndedError
@@ -65,7 +65,7 @@ def serving(saved, engine: FakeEngine, client: Callable[[str, int], object] | No
 
 
 def start(saved, engine: FakeEngine) -> Start:
-    return Start(saved, engine.tokenizer.vocab_size, 4096, engine.stats(), "micro", Limits(), {}, (), None)
+    return Start(saved, engine.tokenizer.vocab_size, 4096, engine.stats(), {}, None, HttpConfig("micro", Limits()))
 
 
 def end(number: signal.Signals = signal.SIGTERM) -> None:
