@@ -3,8 +3,12 @@
     result = asyncio.run(stress_test("http://127.0.0.1:8000", Stress(clients=64, requests=256)))
     print(result.report())
 
-Times are those of a client: from sending a request to its first event with text, and between two such events. Tokens
-that arrive in one event count once between tokens; the number of all tokens is the server's own count, in its usage.
+Without a rate each client sends its next request when it has an answer. With one, requests arrive as a Poisson process,
+whatever the server does, and the clients are the streams that can be open at once.
+
+Times are those of a client: from the arrival of a request, which without a rate is when it is sent, to its first event
+with text, and between two such events. Tokens that arrive in one event count once between tokens; the number of all
+tokens is the server's own count, in its usage.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -36,7 +41,16 @@ class Stress:
         prompt_words: random words of each prompt; no two prompts begin alike.
         new_tokens: tokens of each answer.
         seconds: when they are over, no request is begun and those that run are canceled.
-        seed: seed of the prompts.
+        seed: seed of the prompts, and of the times at which they arrive.
+        rate: requests that arrive per second, as a Poisson process; one waits while every client has one. None: a
+            client that has an answer sends the next request.
+        prompt_tokens: random tokens of each prompt, which is sent as a list of them in place of words.
+        vocab_size: the tokens are below it; needed with prompt_tokens.
+        temperature: temperature of the sampling; 0 is greedy.
+
+    Raises:
+        TypeError, ValueError: a field has another type or is outside its range, or only one of prompt_tokens and
+            vocab_size is given.
     """
 
     clients: Annotated[int, Range(at_least=1, at_most=100_000)] = 64
@@ -45,9 +59,16 @@ class Stress:
     new_tokens: Annotated[int, Range(at_least=1)] = 64
     seconds: Annotated[float, Range(above=0, at_most=3600)] = 60.0
     seed: int = 0
+    rate: Annotated[float, Range(above=0, at_most=1_000_000)] | None = None
+    prompt_tokens: Annotated[int, Range(at_least=1, at_most=1_000_000)] | None = None
+    vocab_size: Annotated[int, Range(at_least=1)] | None = None
+    temperature: Annotated[float, Range(at_least=0, at_most=2)] = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if (self.prompt_tokens is None) != (self.vocab_size is None):
+            missing, given = sorted(("prompt_tokens", "vocab_size"), key=lambda name: getattr(self, name) is not None)
+            raise ValueError(f"{missing} is needed, too, with {given}")
 
 
 @dataclass
@@ -58,9 +79,9 @@ class StressResult:
         stress: what they did.
         seconds: from the first request to the last answer.
         completed: answers that are complete.
-        canceled: requests that time was too short for.
+        canceled: requests that time was too short for, of those that had begun.
         prompt_tokens, new_tokens: counts of the complete answers.
-        first_token: seconds to the first token of each answer.
+        first_token: seconds from the arrival of each request to its first token.
         between_tokens: seconds between two events of an answer.
         refused: how many requests had each status that is not 200.
         broken: answers that ended with an error or without the end of the stream, by what was wrong.
@@ -85,8 +106,9 @@ class StressResult:
     def report(self) -> str:
         """The result in lines."""
         refused = ", ".join(f"{count} with status {status}" for status, count in sorted(self.refused.items()))
+        arrivals = f", {self.stress.rate:g} arrivals/s" if self.stress.rate else ""
         lines = [
-            f"{self.stress.clients} clients, {self.completed} of {self.stress.requests} requests answered in "
+            f"{self.stress.clients} clients{arrivals}, {self.completed} of {self.stress.requests} requests answered in "
             f"{self.seconds:.1f} s",
             f"throughput       {self.tokens_per_second:,.1f} new tokens/s; {self.prompt_tokens} tokens read",
             f"first token      {_times(self.first_token)}",
@@ -124,37 +146,60 @@ async def stress_test(url: str, stress: Stress, api_key: str | None = None) -> S
     begin = time.perf_counter()
     try:
         async with asyncio.timeout(stress.seconds), asyncio.TaskGroup() as clients:
-            for _ in range(min(stress.clients, stress.requests)):
-                clients.create_task(_client(server, model, prompts, result))
+            if stress.rate is None:
+                for _ in range(min(stress.clients, stress.requests)):
+                    clients.create_task(_client(server, model, prompts, result))
+            else:
+                free = asyncio.Semaphore(stress.clients)
+                for arrival, prompt in zip(arrivals(stress.rate, stress.requests, stress.seed), prompts, strict=True):
+                    await asyncio.sleep(begin + arrival - time.perf_counter())
+                    clients.create_task(_stream(server, model, prompt, begin + arrival, free, result))
     except TimeoutError:
         pass
     result.seconds = time.perf_counter() - begin
     return result
 
 
-async def _client(server: _Server, model: str, prompts: Iterator[str], result: StressResult) -> None:
+def arrivals(rate: float, n: int, seed: int) -> list[float]:
+    """The seconds at which n requests of a Poisson process with this rate per second arrive."""
+    chosen = random.Random(seed)
+    return list(accumulate(chosen.expovariate(rate) for _ in range(n)))
+
+
+async def _client(server: _Server, model: str, prompts: Iterator[str | list[int]], result: StressResult) -> None:
     for prompt in prompts:
-        body = {
-            "model": model,
-            "prompt": prompt,
-            "max_tokens": result.stress.new_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        try:
-            await _answer(server, body, result)
-        except asyncio.CancelledError:
-            result.canceled += 1
-            raise
-        except (OSError, EOFError, ValueError) as error:
-            result.broken[f"{type(error).__name__}: {error}"] += 1
+        await _request(server, model, prompt, time.perf_counter(), result)
 
 
-async def _answer(server: _Server, body: dict[str, Any], result: StressResult) -> None:
+async def _stream(
+    server: _Server, model: str, prompt: str | list[int], arrival: float, free: asyncio.Semaphore, result: StressResult
+) -> None:
+    async with free:
+        await _request(server, model, prompt, arrival, result)
+
+
+async def _request(server: _Server, model: str, prompt: str | list[int], arrival: float, result: StressResult) -> None:
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": result.stress.new_tokens,
+        "temperature": result.stress.temperature,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    try:
+        await _answer(server, body, arrival, result)
+    except asyncio.CancelledError:
+        result.canceled += 1
+        raise
+    except (OSError, EOFError, ValueError) as error:
+        result.broken[f"{type(error).__name__}: {error}"] += 1
+
+
+async def _answer(server: _Server, body: dict[str, Any], arrival: float, result: StressResult) -> None:
     """Read one answer into the result."""
-    last, usage, is_first = time.perf_counter(), None, True
+    last, usage, is_first = arrival, None, True
     async with aclosing(server.events(body)) as events:
         status = await anext(events)
         if status != OK:
@@ -247,9 +292,12 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
             yield line
 
 
-def _prompts(stress: Stress) -> Iterator[str]:
+def _prompts(stress: Stress) -> Iterator[str | list[int]]:
     chosen = random.Random(stress.seed)
     for i in range(stress.requests):
+        if stress.prompt_tokens is not None and stress.vocab_size is not None:
+            yield chosen.choices(range(stress.vocab_size), k=stress.prompt_tokens)
+            continue
         words = ("".join(chosen.choices(LETTERS, k=chosen.randint(2, 8))) for _ in range(stress.prompt_words))
         yield f"{i} {' '.join(words)}"
 

@@ -2,20 +2,26 @@
 
 import asyncio
 from dataclasses import replace
+from itertools import pairwise
+from math import exp
+from statistics import mean, stdev
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("fastapi", reason="octile[serve] is not installed")
 
+from octile.serve.http import stress
 from octile.serve.http.config import Limits
-from octile.serve.http.stress import Stress, StressResult, percentile, stress_test
+from octile.serve.http.stress import Stress, StressResult, arrivals, percentile, stress_test
 from tests.serve.http.conftest import serve, wait_until  # noqa: F401
 
 STRESS = Stress(clients=8, requests=20, prompt_words=5, new_tokens=10)
 
 
-def run(served, stress=STRESS, **options) -> StressResult:
-    return asyncio.run(stress_test(served.url, stress, **options))
+def run(served, load=STRESS, **options) -> StressResult:
+    return asyncio.run(stress_test(served.url, load, **options))
 
 
 def test_answers_are_counted_and_timed(serve):  # noqa: F811
@@ -51,6 +57,64 @@ def test_it_ends_in_time_and_cancels_what_runs(serve):  # noqa: F811
     assert (result.completed, result.canceled) == (0, 8)
     assert "canceled         8, when 0.5 s were over" in result.report()
     wait_until(served.is_idle)
+
+
+def test_requests_arrive_as_a_poisson_process():
+    times = arrivals(40.0, 4000, seed=3)
+    gaps = [b - a for a, b in pairwise([0.0, *times])]
+    assert mean(gaps) == pytest.approx(1 / 40, rel=0.05)
+    assert stdev(gaps) == pytest.approx(mean(gaps), rel=0.05)  # as of an exponential distribution
+    assert sum(gap > 2 / 40 for gap in gaps) / 4000 == pytest.approx(exp(-2), rel=0.1)
+
+
+@given(rate=st.floats(0.1, 1e4), n=st.integers(1, 50), seed=st.integers(0, 2**32))
+def test_arrivals_of_a_seed_are_the_same_at_any_rate_but_for_their_unit(rate, n, seed):
+    times = arrivals(rate, n, seed)
+    assert times == sorted(times)
+    assert times == arrivals(rate, n, seed)
+    assert [time * rate for time in times] == pytest.approx(arrivals(1.0, n, seed))
+
+
+def test_a_stream_begins_when_its_request_arrives(serve):  # noqa: F811
+    result = run(serve(step_seconds=0.001), replace(STRESS, clients=20, rate=50.0))
+    assert (result.completed, result.new_tokens, len(result.first_token)) == (20, 200, 20)
+    assert result.seconds > arrivals(50.0, 20, STRESS.seed)[-1] - 0.05
+    assert "8 clients" not in result.report()
+    assert "20 clients, 50 arrivals/s, 20 of 20 requests answered" in result.report()
+
+
+def test_no_more_streams_are_open_than_there_are_clients_and_the_wait_counts(serve, monkeypatch):  # noqa: F811
+    open_streams, counts, answer = set(), [], stress._answer
+
+    async def counted(*arguments) -> None:
+        open_streams.add(asyncio.current_task())
+        counts.append(len(open_streams))
+        await answer(*arguments)
+        open_streams.remove(asyncio.current_task())
+
+    monkeypatch.setattr(stress, "_answer", counted)
+    result = run(serve(step_seconds=0.005), replace(STRESS, clients=2, requests=10, rate=100_000.0))
+    assert (result.completed, max(counts)) == (10, 2)
+    assert max(result.first_token) > 4 * 9 * 0.005  # four answers of ten tokens came before
+
+
+def test_requests_that_arrive_end_in_time_too(serve):  # noqa: F811
+    served = serve(step_seconds=0.05)
+    result = run(served, replace(STRESS, new_tokens=1000, seconds=0.5, clients=3, rate=100_000.0))
+    assert (result.completed, result.canceled) == (0, 3)
+    wait_until(served.is_idle)
+
+
+def test_prompts_can_be_tokens(serve):  # noqa: F811
+    served = serve(step_seconds=0.001)
+    result = run(served, replace(STRESS, prompt_tokens=7, vocab_size=300))
+    assert (result.completed, result.prompt_tokens) == (20, 7 * 20)
+
+
+@pytest.mark.parametrize(("present", "missing"), [("prompt_tokens", "vocab_size"), ("vocab_size", "prompt_tokens")])
+def test_tokens_of_prompts_need_their_number_and_their_range(present, missing):
+    with pytest.raises(ValueError, match=f"{missing} is needed, too, with {present}"):
+        Stress(**{present: 8})
 
 
 def test_a_broken_stream_is_counted(serve):  # noqa: F811
