@@ -15,7 +15,9 @@ from octile.options.names import option_names, with_options
 
 PACKAGE = Path(octile.__file__).parent
 OTHERS = {"--nproc-per-node", "--max-restarts", "--help", "--help-all", "--version"}  # the first two are torchrun's
-OWN_OPTIONS = ("kernels", "lab/probe", "lab/promotion.py", "report/machine.py", "report/svg.py")  # NVRTC's, git's, …
+OWN_OPTIONS = (  # vLLM's, NVRTC's, git's, …
+    "bench/serve/peer/vllm.py", "kernels", "lab/probe", "lab/promotion.py", "report/machine.py", "report/svg.py",
+)  # fmt: skip
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w(?!\w|\.\{)")
 CONFIGS = ("engine", "cache", "parallel", "processes", "limits", "optim")
 FIELD = re.compile(rf"(?<![\w./-])(?:{'|'.join(CONFIGS)})\.[a-z][\w-]*")

@@ -34,6 +34,10 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from octile.bench.serve.peer import Peer
 
 TITLES = {
     "gemm": "GEMMs",
@@ -43,6 +47,7 @@ TITLES = {
     "transformers": "models of transformers",
     "attention": "attention of decoding",
     "serve": "octile serve",
+    "serve.peer": "octile vs. vLLM",
     "indexer": "the lightning indexer",
     "sparse": "sparse attention",
     "dispatch": "dispatch and combine",
@@ -51,23 +56,31 @@ TITLES = {
 
 
 def run(
-    what: str, json: Path | None = None, folder: Path | None = None, shapes: str | None = None, seed: int | None = None
+    what: str,
+    json: Path | None = None,
+    folder: Path | None = None,
+    shapes: str | None = None,
+    seed: int | None = None,
+    peer: Peer | None = None,
 ) -> None:
     """Run a benchmark, print its table, and write its rows to a file. After Ctrl-C, the rows so far are used.
 
     Args:
-        what: "gemm", "casts", "step", "train", "transformers", "attention", "serve", "indexer",
+        what: "gemm", "casts", "step", "train", "transformers", "attention", "serve", "serve.peer", "indexer",
             "sparse", "dispatch" or "lab".
         json: file for the rows, with machine, versions and commit; None: no file.
-        folder: the run to serve, for "serve"; None on the ranks that torchrun has started.
+        folder: the run to serve, for "serve" and "serve.peer"; None on the ranks that torchrun has started, and for
+            random weights with a peer.
         shapes, seed: which GEMMs "gemm" measures, see `octile.bench.gemm.rows`.
+        peer: what "serve.peer" measures, see `octile.bench.serve.peer.rows`.
 
     Raises:
         FileNotFoundError: the folder for the file does not exist, or the one to serve has no model.
-        ImportError: "serve" needs a package of the extra `serve` that is not installed.
+        ImportError: "serve" needs a package of the extra `serve` that is not installed, or the peer cannot be imported.
         IsADirectoryError, PermissionError: the file cannot be written.
         ValueError: the file is a device; what is "train", or "gemm" of drawn shapes, and there is no GPU; "dispatch"
             and torchrun has not started ranks on several, or "serve" and it has started more ranks than there are GPUs.
+            "serve.peer" raises those of `octile.bench.serve.peer.rows`.
 
     These are raised before anything is measured.
     """
@@ -82,15 +95,16 @@ def run(
         check_output_file("json", json)
     bench, rows, measured_on = import_module(f"octile.bench.{what}"), list[Row](), machine()
     try:
-        arguments = {"serve": (folder,), "gemm": (shapes, seed)}.get(what, ())
+        arguments = {"serve": (folder,), "gemm": (shapes, seed), "serve.peer": (folder, peer)}.get(what, ())
         for row in bench.rows(*arguments):
             rows.append(row)
+            if json:
+                write(json, rows, measured_on)  # whatever ends this process, what it has measured is there
     finally:
         if rows:
             line = Console().print_line
             line(f"{TITLES[what]} on {describe_machine(measured_on)}\n\n{bench.show(rows)}")
             if json:
-                write(json, rows, measured_on)
                 line(f"\nwritten to {json}")
             if json and what == "gemm" and measured_on["gpu"]:
                 line(bench.draw(json))

@@ -32,7 +32,14 @@ class Options:
             configurations on a Hopper GPU and stores them. tune-casts shows the fastest settings of quantization
             kernels there.
         json: also write the rows to this file.
-        run: a run folder or a Hugging Face folder to serve; the newest under runs/ if not given.
+        run: a run folder or a Hugging Face folder to serve; if not given, the newest under runs/, or with peer random
+            weights of V2-Lite's shape, in FP8 and in BF16.
+        peer: vllm: serve compares octile with vLLM instead, engines and servers, with the same weights and prompts.
+        peer_python: the Python that imports the peer, this one if not given. vLLM pins a version of torch, so it
+            commonly has an environment of its own.
+        peer_setting: a setting of vLLM; can be given several times. triton, deep_gemm and flashinfer are experts,
+            triton+rust and deep_gemm+rust have its HTTP front end in Rust, too; all that it can run if not given.
+        part: engine or http, which a peer is compared in; both if not given.
         shapes: those of gemm on a GPU: list (DeepSeek-V3's, and those of DeepGEMM's tests), or drawn (from the layers
             of 45 public models, with drawn numbers of tokens); both if not given.
         seed: draw the shapes of gemm by this number; the date if not given.
@@ -43,6 +50,10 @@ class Options:
     what: Positional[What] = "step"
     json: Path | None = None
     run: Path | None = None
+    peer: Literal["vllm"] | None = None
+    peer_python: Path | None = None
+    peer_setting: tuple[str, ...] = ()
+    part: Literal["engine", "http"] | None = None
     shapes: Literal["list", "drawn"] | None = None
     seed: int | None = None
     shape: str | None = None
@@ -69,9 +80,20 @@ def run(options: Options) -> None:
         raise ValueError("seed has no effect on shapes list: it draws shapes")
     if options.what != "serve" and options.run is not None:
         raise ValueError(f"run is an option of serve, not of {options.what}")
-    if count_ranks() > 1 and options.run is not None:
-        raise ValueError("run is an option of one process: serve on several ranks measures a model of its own")
-    if options.what == "tune-casts":
+    if options.what != "serve" and options.peer is not None:
+        raise ValueError(f"peer is an option of serve, not of {options.what}")
+    for name in ("peer_python", "peer_setting", "part"):
+        if getattr(options, name) and options.peer is None:
+            raise ValueError(f"{name} is an option of serve with a peer")
+    for name in ("run", "peer"):
+        if count_ranks() > 1 and getattr(options, name) is not None:
+            raise ValueError(f"{name} is an option of one process: serve on several ranks measures a model of its own")
+    if options.peer is not None:
+        from octile.bench.serve.peer import Peer
+
+        peer = Peer(options.peer_python, options.peer_setting, options.part)
+        run_benchmark("serve.peer", options.json, options.run, peer=peer)
+    elif options.what == "tune-casts":
         search_casts()
     elif options.what == "tune":
         search(options.shape, options.minutes)

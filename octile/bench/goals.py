@@ -5,8 +5,9 @@ A goal is missed if some of its cases were not measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from statistics import geometric_mean
 
 from octile.bench import drawn, shapes
@@ -506,6 +507,103 @@ def serve_verdicts(rows: Sequence[Row], gpu: str | None) -> str:
         judged = H200_BOUNDS if "H200" in gpu else ()
     others = (replace(bound, floor=None, aim=None) for bound in (CLIENTS_BOUND, *H200_BOUNDS) if bound not in judged)
     return "\n".join(line for bound in (*judged, *others) if (line := _step_line(bound, rows)))
+
+
+# octile bench serve --peer vllm
+
+BETWEEN_P99 = "between tokens, p99"
+FP8_FORMAT, BF16_FORMAT = "FP8", "BF16"
+VLLM_SETTINGS = {FP8_FORMAT: ("triton", "deep_gemm"), BF16_FORMAT: ("triton",)}  # a goal needs at least these
+HTTP_GAINS = {FP8_FORMAT: 1.1, BF16_FORMAT: 1.0}  # of tokens/s at equal times between tokens
+EQUAL = 0.02  # two values that differ by less are equal
+
+
+def weights_case(name: str, weights: str) -> str:
+    """Return the name of a model with weights of a format."""
+    return f"{name}, {weights} weights"
+
+
+def prefill_case(name: str, requests: int, prompt: int) -> str:
+    """Return the case of so many prompts of so many tokens that are prefilled."""
+    return f"{name}, prefill, {requests} × {prompt:,} tokens"
+
+
+def busy_case(name: str, streams: int) -> str:
+    """Return the case of so many streams, each of which is followed by the next one at once."""
+    return f"{name}, {streams} streams, always busy"
+
+
+def arrivals_case(name: str, streams: int, share: int) -> str:
+    """Return the case of requests that arrive as a Poisson process, at a share of octile's capacity in percent."""
+    return f"{name}, {streams} streams, arrivals at {share}%"
+
+
+def _vllm_bounds(weights: str, decode: Sequence[float], prefill: float) -> list[Bound]:
+    """Return the bounds of the engine vs. vLLM's with weights of a format."""
+    name, settings = weights_case(V2_LITE, weights), VLLM_SETTINGS[weights]
+    cases = [(decode_case(name, batch), DECODE, floor) for batch, floor in zip((1, 32, 256), decode, strict=True)]
+    cases += [(prefill_case(name, *prompts), THROUGHPUT, prefill) for prompts in ((8, 1024), (16, 4096))]
+    return [Bound(_vllm_title(case), case, what, settings, floor, None) for case, what, floor in cases]
+
+
+def _vllm_title(case: str) -> str:
+    return f"{case.removeprefix(f'{V2_LITE}, ')}, vs. vLLM"
+
+
+VLLM_BOUNDS = (*_vllm_bounds(FP8_FORMAT, (1.8, 1.25, 1.2), 1.4), *_vllm_bounds(BF16_FORMAT, (1.0, 1.0, 1.0), 1.0))
+
+
+def vllm_verdicts(rows: Sequence[Row], gpu: str | None) -> str:
+    """Describe each goal of `octile bench serve --peer vllm` that has a result in a line; they are for an H200.
+
+    The setting of vLLM with the lowest ratio is judged, among those that were measured. A goal of the servers is met if
+    octile has so many times the output tokens/s and its time between tokens, p99, is equal or lower, or if its tokens/s
+    are equal or higher and that time is lower. Equal is within 2%.
+
+    Args:
+        rows: the results.
+        gpu: the name of the GPU that they are of; None: of a CPU.
+    """
+    is_judged = gpu is not None and "H200" in gpu
+    lines = []
+    for bound in VLLM_BOUNDS:
+        ratios = _ratios_by_peer(rows, bound.case, bound.what)
+        peers = (*ratios, *_not_measured(ratios, bound.peers))
+        lines.append(_step_line(replace(bound, peers=peers, floor=bound.floor if is_judged else None), rows))
+    for weights, gain in HTTP_GAINS.items():
+        for streams, share in product((64, 256), (50, 90)):
+            case = arrivals_case(weights_case(V2_LITE, weights), streams, share)
+            lines.append(_http_line(rows, case, VLLM_SETTINGS[weights], gain, is_judged))
+    return "\n".join(filter(None, lines))
+
+
+def _ratios_by_peer(rows: Sequence[Row], case: str, what: str) -> dict[str, float]:
+    return {r.against.peer: r.against.ratio for r in rows if r.against and (r.case, r.what) == (case, what)}
+
+
+def _not_measured(peers: Collection[str], settings: Sequence[str]) -> list[str]:
+    """The settings that none of the peers names ("vLLM 0.26.0, triton") has."""
+    return [setting for setting in settings if setting not in {peer.partition(", ")[2] for peer in peers}]
+
+
+def _http_line(rows: Sequence[Row], case: str, settings: Sequence[str], gain: float, is_judged: bool) -> str:
+    speeds, times = (_ratios_by_peer(rows, case, what) for what in (THROUGHPUT, BETWEEN_P99))
+    peers = [peer for peer in speeds if peer in times]  # the other has just been begun
+    if not peers:
+        return ""
+
+    def is_met(peer: str) -> bool:
+        speed, time = speeds[peer], times[peer]
+        return (speed >= gain and time <= 1 + EQUAL) or (speed >= 1 - EQUAL and time < 1)
+
+    worst = min(peers, key=lambda peer: (is_met(peer), speeds[peer]))
+    found = f"{_vllm_title(case)}: {speeds[worst]:.3f} tokens/s, {times[worst]:.3f} p99 between tokens ({worst})"
+    if not is_judged:
+        return found
+    is_complete = not _not_measured(peers, settings)
+    return (
+        f"{found}: floor ≥ {gain:g} at equal p99, or lower p99 at equal tokens/s {_met(is_complete and is_met(worst))}"
+    )
 
 
 # octile bench indexer
