@@ -155,7 +155,7 @@ class Vllm:
             RuntimeError: the process ended before all of them, or took too long.
         """
         arguments = {"gpu_memory_utilization": MEMORY_SHARE, **setting.arguments}
-        command = [str(self.python), engine_speed.__file__, request_line(str(folder), work, arguments)]
+        command = [str(self.python), engine_speed.__file__, request_line(str(folder.resolve()), work, arguments)]
         yield from speeds_of(command, {**self.environment(setting), **IN_PROCESS}, len(work.cases))
 
     def environment(self, setting: Setting) -> dict[str, str]:
@@ -167,7 +167,7 @@ class Vllm:
         """Return the command of a server with the limits of some work, for requests of at most so many tokens."""
         options = [word for name, value in setting.arguments.items() for word in (f"--{name.replace('_', '-')}", value)]
         return [
-            *(str(self.python), "-m", "vllm.entrypoints.cli.main", "serve", str(folder)),
+            *(str(self.python), "-m", "vllm.entrypoints.cli.main", "serve", str(folder.resolve())),
             *("--host", "127.0.0.1", "--port", str(port), "--gpu-memory-utilization", str(MEMORY_SHARE)),
             *("--max-num-seqs", str(work.max_batch), "--max-num-batched-tokens", str(work.step_tokens)),
             *("--max-model-len", str(max_length)),

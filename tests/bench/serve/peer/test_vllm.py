@@ -85,12 +85,10 @@ def test_a_sampler_without_its_package_is_switched_off():
 
 
 def test_the_command_of_a_server():
-    command = Vllm(Path("/v/bin/python"), "0.26.0").serve_command(Path("m"), 8123, SETTINGS[1], Work([], 9), 1152)
-    assert command[:5] == ["/v/bin/python", "-m", "vllm.entrypoints.cli.main", "serve", "m"]
-    options = dict(zip(command[5:-5:2], command[6:-5:2], strict=False))
-    assert options["--port"] == "8123"
-    assert options["--max-num-batched-tokens"] == "8192"
-    assert options["--max-model-len"] == "1152"
+    command = Vllm(Path("/v/bin/python"), "0.26.0").serve_command(Path("/m"), 8123, SETTINGS[1], Work([], 9), 1152)
+    assert command[:5] == ["/v/bin/python", "-m", "vllm.entrypoints.cli.main", "serve", "/m"]
+    for option, value in (("--port", "8123"), ("--max-num-batched-tokens", "8192"), ("--max-model-len", "1152")):
+        assert command[command.index(option) + 1] == value
     assert command[-2:] == ["--moe-backend", "deep_gemm"]
 
 
