@@ -2,7 +2,7 @@
 
 engine_speed.py     decode and prefill by an engine's steps; as a script, of vLLM
 octile_engine.py    the same of octile
-http.py             streams over HTTP, whose requests arrive as a Poisson process
+streams.py          streams over HTTP, whose requests arrive as a Poisson process
 vllm.py             where vLLM is imported, its settings, its processes
 random_folder.py    a folder with random weights that both load
 
@@ -27,9 +27,9 @@ from octile.bench.goals import DECODE, THROUGHPUT, weights_case
 from octile.bench.rows import Row, compare, table_with
 from octile.bench.serve.endpoint import serving
 from octile.bench.serve.peer.engine_speed import EngineCase, Work
-from octile.bench.serve.peer.http import Traffic, measure_server
 from octile.bench.serve.peer.octile_engine import engine_speeds
 from octile.bench.serve.peer.random_folder import V2_LITE, V2_LITE_WIDTH, write_random_folder
+from octile.bench.serve.peer.streams import Traffic, measure_server
 from octile.bench.serve.peer.vllm import Setting, Vllm, free_port, server, why_not_loaded
 from octile.checkpoint.hugging_face import Weights, checkpoint_folder, has_fp8_weights, read_model_config
 from octile.extras import require
@@ -185,7 +185,7 @@ def _http_rows(compared: Compared, vllm: Vllm) -> Iterator[Row]:
     with serving(compared.folder, *options) as url:
         for found in measure_server(url, compared.name, traffic, vocab_size, capacity):
             ours[found.case, found.what] = found.value
-            yield Row(found.case, found.what, found.value, found.unit)
+            yield found
     for setting in compared.settings:
         label, port = vllm.label(setting), free_port()
         _say(f"measuring {compared.name}, the server of {label}")

@@ -112,7 +112,7 @@ def measure(engine: SteppedEngine, work: Work) -> Iterator[tuple[EngineCase, flo
         RuntimeError: the requests of a case did not decode together long enough.
     """
     for case in work.cases:
-        chosen = random.Random(case.requests)
+        chosen = random.Random(str(case))
         yield case, (_decode_speed if case.decodes else _prefill_speed)(engine, work, case, chosen)
 
 
@@ -221,5 +221,6 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder, whose modules are octile's
+    own = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [path for path in sys.path if path != own]  # it has a module of octile's that is named vllm
     main(sys.argv[1])

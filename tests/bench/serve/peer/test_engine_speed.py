@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from octile.bench.serve.peer import engine_speed, octile_engine
 from octile.bench.serve.peer.engine_speed import EngineCase, Step, Work, full_step_seconds, measure, request_line
 from octile.bench.serve.peer.vllm import SETTINGS, speeds_of
 from octile.serve.engine.config import CacheConfig
+from octile.serve.weights.load import Folder
 
 WORK = Work([EngineCase(1, 20, True), EngineCase(6, 20, True), EngineCase(3, 30, False)], 300, 8, 64)
 TRITON, DEEP_GEMM = SETTINGS[:2]
@@ -82,6 +84,21 @@ def test_octile_is_measured_on_a_cpu(micro_folder):
     speeds = dict(octile_engine.engine_speeds(micro_folder, WORK, torch.device("cpu"), CacheConfig(gib=0.05)))
     assert list(speeds) == list(WORK.cases)
     assert all(speed > 0 for speed in speeds.values())
+
+
+def test_octile_leaves_the_memory_to_the_peer(micro_folder, monkeypatch):
+    load, runners = Folder.load, []
+
+    def recorded(*arguments):
+        engine, runner = load(*arguments)
+        runners.append(weakref.ref(runner))
+        return engine, runner
+
+    monkeypatch.setattr(Folder, "load", recorded)
+    work = replace(WORK, cases=[EngineCase(1, 8, False)])
+    for _ in octile_engine.engine_speeds(micro_folder, work, torch.device("cpu"), CacheConfig(gib=0.05)):
+        assert runners[0]() is not None
+    assert runners[0]() is None
 
 
 def test_vllm_is_measured_in_another_process(vllm):

@@ -15,8 +15,8 @@ from octile.bench.rows import Row
 from octile.bench.serve import endpoint, peer
 from octile.bench.serve.peer import Compared, Peer, compared_rows
 from octile.bench.serve.peer.engine_speed import EngineCase, Work
-from octile.bench.serve.peer.http import Traffic
 from octile.bench.serve.peer.random_folder import write_random_folder
+from octile.bench.serve.peer.streams import Traffic
 from octile.bench.serve.peer.vllm import SETTINGS
 from tests.forked_command import ForkedCommand
 from tests.train.conftest import MICRO

@@ -23,11 +23,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from octile.bench.goals import BETWEEN_P99, THROUGHPUT, arrivals_case, busy_case
+from octile.bench.goals import THROUGHPUT, arrivals_case, busy_case
+from octile.bench.rows import Row
 from octile.serve.http.stress import Stress, StressResult, percentile, stress_test
 
 SHARES = (50, 90)  # % of octile's capacity
-BUSY_SEED = 1  # seeds of the loads differ, so that no prompt comes twice
 
 
 @dataclass(frozen=True)
@@ -47,19 +47,7 @@ class Traffic:
     seconds: float = 240.0
 
 
-@dataclass(frozen=True)
-class Value:
-    """A result of a load."""
-
-    case: str
-    what: str
-    value: float
-    unit: str
-
-
-def measure_server(
-    url: str, name: str, traffic: Traffic, vocab_size: int, capacity: dict[int, float]
-) -> Iterator[Value]:
+def measure_server(url: str, name: str, traffic: Traffic, vocab_size: int, capacity: dict[int, float]) -> Iterator[Row]:
     """Yield what clients of a server see.
 
     Args:
@@ -73,15 +61,16 @@ def measure_server(
         RuntimeError: a request was refused, broken or not answered in time.
     """
     for clients, requests in traffic.streams:
+        warm_up, first, *seeds = range(10 * clients, 10 * clients + 2 + len(SHARES))  # no prompt comes twice
         busy = Stress(
-            clients=clients, requests=requests, new_tokens=traffic.new_tokens, seconds=traffic.seconds, seed=BUSY_SEED,
+            clients=clients, requests=requests, new_tokens=traffic.new_tokens, seconds=traffic.seconds, seed=first,
             prompt_tokens=traffic.prompt, vocab_size=vocab_size, temperature=1.0,
         )  # fmt: skip
-        _run(url, replace(busy, requests=clients, new_tokens=min(8, traffic.new_tokens), seed=0))  # kernels, graphs
+        _run(url, replace(busy, requests=clients, new_tokens=min(8, traffic.new_tokens), seed=warm_up))
         result = _run(url, busy)
         yield from _values(busy_case(name, clients), result)
         rate = capacity.setdefault(clients, result.completed / result.seconds)
-        for seed, share in enumerate(SHARES, BUSY_SEED + 1):
+        for seed, share in zip(seeds, SHARES, strict=True):
             result = _run(url, replace(busy, rate=share / 100 * rate, seed=seed))
             yield from _values(arrivals_case(name, clients, share), result)
 
@@ -101,13 +90,12 @@ def _run(url: str, stress: Stress) -> StressResult:
     return result
 
 
-def _values(case: str, result: StressResult) -> Iterator[Value]:
-    yield Value(case, THROUGHPUT, result.tokens_per_second, "tokens/s")
+def _values(case: str, result: StressResult) -> Iterator[Row]:
+    yield Row(case, THROUGHPUT, result.tokens_per_second, "tokens/s")
     if result.stress.rate is not None:
-        yield Value(case, "arrivals", result.stress.rate, "requests/s")
+        yield Row(case, "arrivals", result.stress.rate, "requests/s")
     for what, seconds in (("first token", result.first_token), ("between tokens", result.between_tokens)):
-        yield Value(case, f"{what}, p50", 1e3 * percentile(seconds, 0.5), "ms")
-        what_p99 = BETWEEN_P99 if seconds is result.between_tokens else f"{what}, p99"
-        yield Value(case, what_p99, 1e3 * percentile(seconds, 0.99), "ms")
+        for name, part in (("p50", 0.5), ("p99", 0.99)):
+            yield Row(case, f"{what}, {name}", 1e3 * percentile(seconds, part), "ms")
     events = len(result.first_token) + len(result.between_tokens)
-    yield Value(case, "tokens of an event", result.new_tokens / events, "tokens")
+    yield Row(case, "tokens of an event", result.new_tokens / events, "tokens")
