@@ -27,8 +27,8 @@ def exposed() -> dict[str, set[str]]:
     """Name of each sample that a server exposes: its labels."""
     metrics = Metrics("micro", lambda: Stats(expert_tokens={3: (7, 0)}), lambda: 0.0)
     metrics.responded("/v1/completions", 200)
-    metrics.ended(1.0, FinishReason.STOP)
-    families = text_string_to_metric_families(metrics.text().decode())
+    metrics.ended(1.0, FinishReason.STOP, "a")
+    families = text_string_to_metric_families(metrics.text()[0].decode())
     samples = [sample for family in families for sample in family.samples]
     return {sample.name: set(sample.labels) for sample in samples if not sample.name.endswith("_created")}
 

@@ -8,6 +8,7 @@ server.py           the server, which drains before it ends
 service.py          from the body of a request to its response
 connection.py       what uvicorn's HTTP/1.1 protocol lacks: a time limit for the head of a request, abort, flow control
 app.py              the paths: completions, chat completions, models, health, metrics and the page
+access_log.py       a line for each response
 page.html           the page at /
 protocol.py         the bodies of requests, as OpenAI defines them, and what of them is not supported
 response_body.py    the body of /v1/responses, and the chat that it asks for

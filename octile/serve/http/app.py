@@ -16,7 +16,6 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -134,8 +133,9 @@ def _open_paths(service: Service) -> APIRouter:
         return {"version": __version__}
 
     @router.api_route("/metrics", methods=READ)
-    async def metrics() -> Response:
-        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(request: Request) -> Response:
+        content, content_type = service.metrics.text(request.headers.get("accept", ""))
+        return Response(content, headers={"content-type": content_type})
 
     return router
 

@@ -49,6 +49,7 @@ class Options:
         ssl_keyfile: its private key, a file in PEM without a password.
         weights_key: a key with which a client can have the server go on with other weights; none can if it is not
             given. As api_key it can be given by an environment variable, OCTILE_WEIGHTS_KEY.
+        access_log: write a line on stderr for each response: time, client, path, status, seconds, tokens, request id.
         device: auto uses a GPU if there is one.
         limits: what the server takes at most.
         engine: how much is computed at once.
@@ -69,6 +70,7 @@ class Options:
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     weights_key: str | None = None
+    access_log: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     limits: Limits = field(default_factory=Limits)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -110,7 +112,7 @@ SECTIONS = (
     Section(
         "address and clients",
         ("host", "port", "api_key"),
-        ("weights_key", "ssl_certfile", "ssl_keyfile", "allowed_origins"),
+        ("weights_key", "ssl_certfile", "ssl_keyfile", "allowed_origins", "access_log"),
     ),
     Section("limits of the server", ("limits.in_flight", "limits.new_tokens"), ("limits",)),
     Section("steps", ("engine.max_batch", "engine.max_step_tokens", "engine.n_drafts"), ("engine",)),
@@ -147,7 +149,9 @@ def run(options: Options) -> None:
 
     device = pick_own_device(options.device)
     parsers = Parsers(options.reasoning_parser, options.tool_call_parser)
-    config = HttpConfig(name, options.limits, keys, weights_key, parsers, tls, options.allowed_origins)
+    config = HttpConfig(
+        name, options.limits, keys, weights_key, parsers, tls, options.allowed_origins, options.access_log
+    )
     serve(
         path, options.host, options.port, device, config, options.engine, options.cache, options.parallel,
         options.processes, options.sampling_defaults == "model",

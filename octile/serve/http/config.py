@@ -100,6 +100,7 @@ class HttpConfig(NamedTuple):
         parsers: how what the model writes in chats is parsed.
         tls: files for HTTPS; None: HTTP is served.
         origins: origins whose scripts browsers let read answers.
+        has_access_log: whether each response is a line on stderr.
     """
 
     model_name: str
@@ -109,3 +110,4 @@ class HttpConfig(NamedTuple):
     parsers: Parsers = Parsers()
     tls: TlsFiles | None = None
     origins: tuple[str, ...] = ()
+    has_access_log: bool = False

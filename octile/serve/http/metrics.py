@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
 
 from octile.serve.engine.request import FinishReason
 from octile.serve.engine.stats import Stats
@@ -30,6 +31,9 @@ COUNTERS = {  # a field of Stats: its name at /metrics and what it counts
         "Forward passes that were launched before the last one's tokens were known.",
     ),
 }
+
+
+EXEMPLAR_CHARACTERS = 128  # of all names and values, in OpenMetrics
 
 
 class Metrics(Observer):
@@ -55,16 +59,16 @@ class Metrics(Observer):
         labels = ("path", "status")
         self._responses = Counter("octile_http_responses", "Responses.", labels, registry=self._registry)
 
-    def first_token(self, seconds: float) -> None:  # noqa: D102
-        self._first.observe(seconds)
+    def first_token(self, seconds: float, name: str) -> None:  # noqa: D102
+        self._first.observe(seconds, _exemplar(name))
 
     def next_tokens(self, seconds: float, count: int) -> None:  # noqa: D102
         for _ in range(count):
             self._next.observe(seconds / count)
 
-    def ended(self, seconds: float, reason: FinishReason) -> None:  # noqa: D102
+    def ended(self, seconds: float, reason: FinishReason, name: str) -> None:  # noqa: D102
         self._ended.labels(self._model, str(reason)).inc()
-        self._whole.observe(seconds)
+        self._whole.observe(seconds, _exemplar(name))
 
     def responded(self, path: str, status: int) -> None:
         """Count a response with its status."""
@@ -74,9 +78,15 @@ class Metrics(Observer):
         """Count an update of the weights."""
         self._updates.observe(seconds)
 
-    def text(self) -> bytes:
-        """Everything in Prometheus's text format."""
-        return generate_latest(self._registry)
+    def text(self, accept: str = "") -> tuple[bytes, str]:
+        """Everything in Prometheus's text format, and its content type.
+
+        Args:
+            accept: the formats that the reader takes, as HTTP has them. OpenMetrics has request ids, too: those of one
+                request in each bucket of the times to the first and to the last token.
+        """
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
 
     def collect(self) -> Iterator[Metric]:
         """The engine's counts, for the registry."""
@@ -115,3 +125,9 @@ class Metrics(Observer):
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         labels = ("model_name",)
         return Histogram(f"octile_{name}", text, labels, buckets=buckets, registry=self._registry).labels(self._model)
+
+
+def _exemplar(request_id: str) -> dict[str, str] | None:
+    """The request that an observation is of, as OpenMetrics has it; None if it has no id, or too long a one."""
+    exemplar = {"request_id": request_id}
+    return exemplar if request_id and len("request_id" + request_id) <= EXEMPLAR_CHARACTERS else None

@@ -34,22 +34,18 @@ class ResponseObject(Answer):
         parser: divides the text into a thought, content and calls; None: it is content.
     """
 
-    prefix = "resp_"
-
     def __init__(self, body: ResponseBody, tokenizer: Tokenizer, request: Request, parser: MessageParser | None):
+        super().__init__(len(request.prompt))
         self._body, self._tokenizer, self._texts = body, tokenizer, TokenTexts(tokenizer)
         self._sampling = request.sampling
-        self._prompt_tokens, self._new_tokens, self._cached_tokens = len(request.prompt), 0, 0
+        self._cached_tokens = 0
         self._parser = parser
         self._items = _Items()
         self._finish_reason: FinishReason | None = None
         self._error: dict[str, str] | None = None
-        self._id, self._created = "", int(time.time())
+        self._created = int(time.time())
         self._completed: int | None = None
         self._n_events = 0
-
-    def name(self, request_id: str) -> None:  # noqa: D102
-        self._id = f"{self.prefix}{request_id}"
 
     def add(self, index: int, output: Output) -> None:  # noqa: D102
         for _ in self._take(output):
@@ -82,7 +78,7 @@ class ResponseObject(Answer):
 
     def _take(self, output: Output) -> Iterator[Event]:
         """Take what is new, and yield the events for it."""
-        self._new_tokens += len(output.tokens)
+        self.n_new_tokens += len(output.tokens)
         self._cached_tokens = output.cached_tokens
         logprobs = [self._texts.logprobs(entry) for entry in output.logprobs]
         has_ended = output.finish_reason is not None
@@ -106,7 +102,7 @@ class ResponseObject(Answer):
         form = {"type": "text"} if body.text is None or body.text.format is None else _plain(body.text.format)
         choice = "auto" if body.tool_choice is None else body.tool_choice
         return {
-            "id": self._id,
+            "id": f"resp_{self.request_id}",
             "object": "response",
             "created_at": self._created,
             "completed_at": self._completed if status == "completed" else None,
@@ -138,11 +134,11 @@ class ResponseObject(Answer):
     def _usage(self) -> dict[str, Any]:
         thought = self._items.thought
         return {
-            "input_tokens": self._prompt_tokens,
+            "input_tokens": self.n_prompt_tokens,
             "input_tokens_details": {"cached_tokens": self._cached_tokens},
-            "output_tokens": self._new_tokens,
+            "output_tokens": self.n_new_tokens,
             "output_tokens_details": {"reasoning_tokens": len(self._tokenizer.encode(thought)) if thought else 0},
-            "total_tokens": self._prompt_tokens + self._new_tokens,
+            "total_tokens": self.n_prompt_tokens + self.n_new_tokens,
         }
 
 

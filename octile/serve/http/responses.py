@@ -204,11 +204,19 @@ IMPOSSIBLE = -9999.0  # OpenAI's log-probability of very unlikely tokens: JSON h
 
 
 class Answer(ABC):
-    """The response to one request, whole or as the events of a stream."""
+    """The response to one request, whole or as the events of a stream.
 
-    @abstractmethod
-    def name(self, request_id: str) -> None:
-        """Give the response the id of its request."""
+    Args:
+        n_prompt_tokens: tokens of all prompts.
+
+    Attributes:
+        request_id: the id of the request, with which the response's own ends.
+        n_new_tokens: tokens that were generated so far.
+    """
+
+    def __init__(self, n_prompt_tokens: int):
+        self.request_id = ""
+        self.n_prompt_tokens, self.n_new_tokens = n_prompt_tokens, 0
 
     @abstractmethod
     def add(self, index: int, output: Output) -> None:
@@ -288,20 +296,17 @@ class ChoicesAnswer(Answer):
         shows_tokens: bool = False,
         shows_usage: bool = False,
     ):
+        super().__init__(sum(map(len, prompts)))
         self._tokenizer, self._prompts, self._n = tokenizer, prompts, n
         self._scores_prompts, self._shows_tokens = scores_prompts, shows_tokens
-        self._prompt_tokens, self._new_tokens = sum(map(len, prompts)), 0
         self._cached_tokens = [0] * len(prompts)
         self._shows_usage = shows_usage
-        self._head = {"id": "", "created": int(time.time()), "model": model}
+        self._created, self._model = int(time.time()), model
         self._choices = [self.empty(i) for i in range(len(prompts) * n)]
         self._texts: list[list[str]] = [[] for _ in self._choices]  # of the whole response, joined at its end
         self._tokens: list[list[int]] = [[] for _ in self._choices]  # likewise, if they are shown
         self._scores: list[tuple[TokenLogprobs, ...]] = [() for _ in self._choices]  # of its prompt
         self._versions = [WeightsVersions() for _ in self._choices]
-
-    def name(self, request_id: str) -> None:  # noqa: D102
-        self._head["id"] = f"{self.prefix}-{request_id}"
 
     def add(self, index: int, output: Output) -> None:  # noqa: D102
         self._count(index, output)
@@ -320,7 +325,7 @@ class ChoicesAnswer(Answer):
             choice |= self._versions[i].fields()
             if self._shows_tokens:
                 choice["token_ids"] = self._tokens[i]
-        body = {**self._head, "object": self.whole_object, "choices": self._choices, "usage": self.usage()}
+        body = {**self._head(), "object": self.whole_object, "choices": self._choices, "usage": self.usage()}
         self.add_prompts(body)
         return body
 
@@ -352,17 +357,20 @@ class ChoicesAnswer(Answer):
 
     def usage(self) -> dict[str, Any]:
         """The numbers of tokens so far."""
-        total = self._prompt_tokens + self._new_tokens
+        total = self.n_prompt_tokens + self.n_new_tokens
         return {
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": self._new_tokens,
+            "prompt_tokens": self.n_prompt_tokens,
+            "completion_tokens": self.n_new_tokens,
             "total_tokens": total,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens)},
         }
 
+    def _head(self) -> dict[str, Any]:
+        return {"id": f"{self.prefix}-{self.request_id}", "created": self._created, "model": self._model}
+
     def _as_chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         usage = {"usage": None} if self._shows_usage else {}
-        return {**self._head, "object": self.chunk_object, "choices": choices, **usage}
+        return {**self._head(), "object": self.chunk_object, "choices": choices, **usage}
 
     def prompt_tokens(self, index: int) -> dict[str, Any]:
         """The field with the tokens of a choice's prompt, if tokens are shown."""
@@ -385,7 +393,7 @@ class ChoicesAnswer(Answer):
         }
 
     def _count(self, index: int, output: Output) -> None:
-        self._new_tokens += len(output.tokens)
+        self.n_new_tokens += len(output.tokens)
         if index % self._n == 0:  # the other choices of a prompt find what the first one has computed
             self._cached_tokens[index // self._n] = output.cached_tokens
         self._versions[index].add(output)

@@ -15,6 +15,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from octile.serve.http.access_log import AccessLog
 from octile.serve.http.address import listen
 from octile.serve.http.app import AddRequestId, allow_origins, create_app
 from octile.serve.http.config import HEAD_SECONDS, WRITE_SECONDS
@@ -37,6 +38,7 @@ class Server(uvicorn.Server):
         api_keys, hosts, weights_key: as in `create_app`.
         tls: context for HTTPS; None: HTTP is served.
         origins: as in `allow_origins`; none is allowed if there are none.
+        has_access_log: whether each response is a line on stderr.
     """
 
     def __init__(
@@ -47,20 +49,25 @@ class Server(uvicorn.Server):
         weights_key: str | None = None,
         tls: ssl.SSLContext | None = None,
         origins: tuple[str, ...] = (),
+        has_access_log: bool = False,
     ):
         self.service, self._tls = service, tls
         self._loop: asyncio.AbstractEventLoop | None = None
         self._was_cut_off = False
         app: ASGIApp = create_app(service, api_keys, hosts, weights_key)
+        if origins:
+            app = allow_origins(app, origins)
+        if has_access_log:
+            app = AccessLog(app)
         super().__init__(
             uvicorn.Config(
-                AddRequestId(allow_origins(app, origins) if origins else app),
+                AddRequestId(app),
                 http=Connection,
                 ws="none",
                 lifespan="on",
                 loop="asyncio",
                 log_level="error",  # what clients do wrong is theirs to know
-                access_log=False,
+                access_log=False,  # uvicorn's, which has no request ids
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,

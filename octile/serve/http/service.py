@@ -374,7 +374,8 @@ class Service:
 
             def named(body: B) -> Job:
                 job = read(body)
-                job.answer.name(body.request_id or request.state.request_id)
+                job.answer.request_id = body.request_id or request.state.request_id
+                request.state.answer = job.answer  # for the access log
                 return job
 
             if not body.stream:
@@ -421,7 +422,7 @@ class Service:
         """
         stream: Stream | None = None
         try:
-            stream = self.engine.submit(job.requests)
+            stream = self.engine.submit(job.requests, job.answer.request_id)
             while True:
                 async with asyncio.timeout_at(deadline):
                     new = await stream.next()

@@ -65,7 +65,9 @@ def answer(connection: Connection, bound: socket.socket) -> None:
     )  # fmt: skip
     try:
         tls = config.tls.context() if config.tls else None
-        server = Server(service, config.api_keys, start.hosts, config.weights_key, tls, config.origins)
+        server = Server(
+            service, config.api_keys, start.hosts, config.weights_key, tls, config.origins, config.has_access_log
+        )
         engine.on_drain = server.drain
         freeze_loaded()
         listen(bound)

@@ -37,14 +37,14 @@ CLOSE = None  # what ends the thread of a sender
 class Observer:
     """What happens to choices, for whoever counts it. This one counts nothing."""
 
-    def first_token(self, seconds: float) -> None:
-        """A choice has its first token, so many seconds after it was submitted."""
+    def first_token(self, seconds: float, name: str) -> None:
+        """A choice has its first token, so many seconds after it was submitted under a name."""
 
     def next_tokens(self, seconds: float, count: int) -> None:
         """A choice has `count` further tokens, so many seconds after the last one."""
 
-    def ended(self, seconds: float, reason: FinishReason) -> None:
-        """A choice has ended."""
+    def ended(self, seconds: float, reason: FinishReason, name: str) -> None:
+        """A choice has ended, so many seconds after it was submitted under a name."""
 
 
 class EngineError(Exception):
@@ -66,20 +66,21 @@ class _Choice:
         self.outputs.append(output)
         if output.tokens:
             if self.last_token is None:
-                observer.first_token(now - self.submitted)
+                observer.first_token(now - self.submitted, self.stream.name)
             else:
                 observer.next_tokens(now - self.last_token, len(output.tokens))
             self.last_token = now
         if output.finish_reason is not None:
             self.is_finished = True
-            observer.ended(now - self.submitted, output.finish_reason)
+            observer.ended(now - self.submitted, output.finish_reason, self.stream.name)
         self.stream.is_ready.set()
 
 
 class Stream:
     """The outputs of some choices, as they come. Close it to cancel what has not finished."""
 
-    def __init__(self, engine: EngineClient, requests: Iterable[Request]):
+    def __init__(self, engine: EngineClient, requests: Iterable[Request], name: str):
+        self.name = name
         self.is_ready = asyncio.Event()
         self.error: Exception | None = None
         self._engine = engine
@@ -157,8 +158,12 @@ class EngineClient:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._connection, self._read)
 
-    def submit(self, requests: Sequence[Request]) -> Stream:
+    def submit(self, requests: Sequence[Request], name: str = "") -> Stream:
         """Send requests to the engine.
+
+        Args:
+            requests: the requests.
+            name: the name under which the observer sees them.
 
         Raises:
             EngineError: the engine has failed or is stopped.
@@ -171,7 +176,7 @@ class EngineClient:
             check_id(request, self._choices)
             check_id(request, ids)
             ids.add(request.id)
-        stream = Stream(self, requests)
+        stream = Stream(self, requests, name)
         if not self._is_busy:
             self._is_busy, self._last_step = True, time.monotonic()
         self._streams.add(stream)
@@ -185,7 +190,7 @@ class EngineClient:
         for choice in stream.choices:
             if not choice.is_finished:
                 choice.is_finished = True
-                self.observer.ended(time.perf_counter() - choice.submitted, FinishReason.CANCELED)
+                self.observer.ended(time.perf_counter() - choice.submitted, FinishReason.CANCELED, stream.name)
                 del self._choices[choice.request_id]
                 self._sender.send(Cancel(choice.request_id))
 

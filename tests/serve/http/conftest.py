@@ -40,6 +40,7 @@ class Served:
         tls=None,
         origins=(),
         parsers=Parsers(),  # noqa: B008
+        has_access_log=False,
     ):
         self.engine, bound = engine, bind("127.0.0.1", 0)
         self.url = url_of(bound, tls is not None)
@@ -55,7 +56,7 @@ class Served:
             defaults,
             parsers,
         )
-        self.server = Server(self.service, api_keys, hosts, weights_key, tls and tls.context(), origins)
+        self.server = Server(self.service, api_keys, hosts, weights_key, tls and tls.context(), origins, has_access_log)
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._run, args=(bound,))
         self.thread.start()
@@ -152,10 +153,11 @@ def serve(tokenizer):
         tls=None,
         origins=(),
         parsers=Parsers(),  # noqa: B008
+        has_access_log=False,
         **engine,
     ) -> Served:
         made = FakeEngine(**{"tokenizer": tokenizer, **engine})
-        more = {"tls": tls, "origins": origins, "parsers": parsers}
+        more = {"tls": tls, "origins": origins, "parsers": parsers, "has_access_log": has_access_log}
         started.append(Served(made, limits, api_keys, template, hosts, defaults, **more))
         return started[-1]
 

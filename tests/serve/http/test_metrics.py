@@ -2,6 +2,7 @@
 
 import httpx
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from octile.serve.engine.stats import Stats
@@ -75,23 +76,43 @@ def test_what_runs_now(serve):
 
 
 def test_steps_that_are_launched_ahead_are_counted():
-    lines = Metrics("micro", lambda: Stats(steps=5, steps_ahead=3), lambda: 0.0).text().decode().splitlines()
+    lines = Metrics("micro", lambda: Stats(steps=5, steps_ahead=3), lambda: 0.0).text()[0].decode().splitlines()
     assert 'octile_engine_steps_total{model_name="micro"} 5.0' in lines
     assert 'octile_engine_steps_ahead_total{model_name="micro"} 3.0' in lines
 
 
 def test_the_age_of_a_step_and_the_silence_of_a_process_are_gauges():
-    lines = Metrics("micro", lambda: Stats(silent_seconds=3.5), lambda: 2.5).text().decode().splitlines()
+    lines = Metrics("micro", lambda: Stats(silent_seconds=3.5), lambda: 2.5).text()[0].decode().splitlines()
     assert 'octile_engine_step_age_seconds{model_name="micro"} 2.5' in lines
     assert 'octile_engine_process_silent_seconds{model_name="micro"} 3.5' in lines
 
 
 def test_the_tokens_of_experts_are_gauges_by_layer_and_expert():
     metrics = Metrics("micro", lambda: Stats(expert_tokens={3: (7, 0), 4: (1, 2)}), lambda: 0.0)
-    lines = metrics.text().decode().splitlines()
+    lines = metrics.text()[0].decode().splitlines()
     assert 'octile_expert_tokens{expert="0",layer="3",model_name="micro"} 7.0' in lines
     assert 'octile_expert_tokens{expert="1",layer="4",model_name="micro"} 2.0' in lines
 
 
 def test_experts_that_are_not_counted_have_no_gauge():
-    assert b"expert_tokens" not in Metrics("micro", Stats, lambda: 0.0).text()
+    content, _ = Metrics("micro", Stats, lambda: 0.0).text()
+    assert b"expert_tokens" not in content
+
+
+def test_openmetrics_have_the_ids_of_requests(serve):
+    served = serve()
+    body = {"model": "micro", "prompt": [5], "max_tokens": 2}
+    httpx.post(f"{served.url}/v1/completions", json=body, headers={"X-Request-Id": "trace-1"})
+    httpx.post(f"{served.url}/v1/completions", json=body, headers={"X-Request-Id": "a" * 128})  # too long for it
+    answer = httpx.get(f"{served.url}/metrics", headers={"Accept": "application/openmetrics-text;version=1.0.0"})
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    families = [*parse_openmetrics(answer.text)]
+    found = {
+        (family.name, sample.exemplar.labels["request_id"])
+        for family in families
+        for sample in family.samples
+        if sample.exemplar
+    }
+    names = ("octile_time_to_first_token_seconds", "octile_e2e_request_latency_seconds")
+    assert found == {(name, "trace-1") for name in names}
+    assert {family.name for family in families} >= {"octile_prompt_tokens", "octile_kv_cache_usage_perc"}

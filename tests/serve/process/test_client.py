@@ -158,23 +158,23 @@ def test_the_observer_sees_each_choice_once(tokenizer):
     seen = []
 
     class Recorder(Observer):
-        def first_token(self, seconds):
-            seen.append("first")
+        def first_token(self, seconds, name):
+            seen.append(("first", name))
 
         def next_tokens(self, seconds, count):
             seen.append(count)
 
-        def ended(self, seconds, reason):
-            seen.append(str(reason))
+        def ended(self, seconds, reason, name):
+            seen.append((str(reason), name))
 
     async def body(engine, fake):
-        await tokens_of(engine.submit(requests(([5], Sampling(max_new_tokens=3)))))
-        stream = engine.submit(requests(([5], Sampling(max_new_tokens=10_000))))
+        await tokens_of(engine.submit(requests(([5], Sampling(max_new_tokens=3))), "a"))
+        stream = engine.submit(requests(([5], Sampling(max_new_tokens=10_000))), "b")
         stream.close()
         stream.close()
 
     run(tokenizer, body, Recorder())
-    assert seen == ["first", 1, 1, "length", "canceled"]
+    assert seen == [("first", "a"), 1, 1, ("length", "a"), ("canceled", "b")]
 
 
 class Clock:
