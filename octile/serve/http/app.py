@@ -160,7 +160,7 @@ def _v1(service: Service) -> APIRouter:
 
 
 def _refuse_kept_response(response_id: str) -> None:
-    raise ApiError(404, f"the response {quoted(response_id)} is not here: {NOT_KEPT}", "response_id")
+    raise ApiError(404, f"the response {quoted(response_id)} is unknown: {NOT_KEPT}", "response_id")
 
 
 def _tokenizers(service: Service) -> APIRouter:

@@ -292,11 +292,11 @@ def _without_type(tool: ResponseTool) -> dict[str, Any]:
 
 def of_response(error: ApiError) -> ApiError:
     """An error of the chat with the names that fields have in this body."""
-    name = error.param or ""
-    first, _, rest = name.partition(".")
+    if error.param is None:
+        return error
+    first, _, rest = error.param.partition(".")
     own = ".".join(filter(None, (FIELDS_OF_CHAT.get(first, first), rest))).replace(".function.", ".")
-    message = own + error.message.removeprefix(name) if name and error.message.startswith(name) else error.message
-    return ApiError(error.status, message, own or None, error.code, error.headers)
+    return ApiError(error.status, error.message.replace(error.param, own), own, error.code, error.headers)
 
 
 def renamed(compute: Callable[[], Any]) -> Any:

@@ -248,7 +248,8 @@ def test_a_response_repeats_its_tools(respond):
          "text.format.schema must be given"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort", "reasoning.effort must be 'none' for this model"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "reasoning.summary must be 'auto', not"),
-        ({"max_output_tokens": 10**6}, "max_output_tokens", "the prompt has "),
+        ({"max_output_tokens": 10**6}, "max_output_tokens",
+         "the prompt has 5 tokens and max_output_tokens is 1000000: together they must not exceed"),
         ({"top_logprobs": 2}, "top_logprobs", "top_logprobs needs include message.output_text.logprobs"),
         ({"include": ["file_search_call.results"]}, "include.0", "include.0 must be "),
         ({"include": ["message.output_text.logprobs"]}, "include",
@@ -283,7 +284,7 @@ def test_what_changes_nothing_is_accepted(respond, fields):
 def test_a_response_is_not_kept(served, method):
     answer = httpx.request(method, f"{served.url}/v1/responses/resp_1")
     assert answer.status_code == 404
-    message = "the response 'resp_1' is not here: responses are not kept here: send the whole conversation as input"
+    message = "the response 'resp_1' is unknown: responses are not kept here: send the whole conversation as input"
     assert answer.json()["error"]["message"] == message
 
 
