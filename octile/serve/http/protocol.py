@@ -87,9 +87,14 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """Options of a stream: include_usage adds a last chunk with the numbers of tokens."""
+    """Options of a stream.
+
+    include_usage adds a last chunk with the numbers of tokens; with continuous_usage_stats, vLLM's name, each chunk has
+    those so far.
+    """
 
     include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
     include_obfuscation: Literal[False] | None = None
 
 
@@ -215,8 +220,11 @@ class Generation(SampledBody):
     def _is_supported(self) -> Self:
         if self.structured_outputs is not None and self.response_format is not None:
             raise ValueError("structured_outputs and response_format are both given: give one of them")
-        if self.stream_options is not None and not self.stream:
+        options = self.stream_options
+        if options is not None and not self.stream:
             raise ValueError("stream_options is only for stream true")
+        if options is not None and options.continuous_usage_stats and not options.include_usage:
+            raise ValueError("stream_options.continuous_usage_stats is only for stream_options.include_usage true")
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("prompt_logprobs is only for stream false: a stream has no log-probabilities of prompts")
         return self

@@ -280,6 +280,7 @@ class ChoicesAnswer(Answer):
         scores_prompts: whether the log-probabilities of prompts are shown, in whole responses alone.
         shows_tokens: whether the tokens of prompts and of choices are shown.
         shows_usage: whether chunks have the field usage, which is null in all but the last.
+        counts_usage: whether it has the numbers of tokens so far instead of null.
     """
 
     prefix: str
@@ -295,12 +296,13 @@ class ChoicesAnswer(Answer):
         scores_prompts: bool = False,
         shows_tokens: bool = False,
         shows_usage: bool = False,
+        counts_usage: bool = False,
     ):
         super().__init__(sum(map(len, prompts)))
         self._tokenizer, self._prompts, self._n = tokenizer, prompts, n
         self._scores_prompts, self._shows_tokens = scores_prompts, shows_tokens
         self._cached_tokens = [0] * len(prompts)
-        self._shows_usage = shows_usage
+        self._shows_usage, self._counts_usage = shows_usage, counts_usage
         self._created, self._model = int(time.time()), model
         self._choices = [self.empty(i) for i in range(len(prompts) * n)]
         self._texts: list[list[str]] = [[] for _ in self._choices]  # of the whole response, joined at its end
@@ -369,7 +371,7 @@ class ChoicesAnswer(Answer):
         return {"id": f"{self.prefix}-{self.request_id}", "created": self._created, "model": self._model}
 
     def _as_chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        usage = {"usage": None} if self._shows_usage else {}
+        usage = {"usage": self.usage() if self._counts_usage else None} if self._shows_usage else {}
         return {**self._head(), "object": self.chunk_object, "choices": choices, **usage}
 
     def prompt_tokens(self, index: int) -> dict[str, Any]:
@@ -442,7 +444,8 @@ class Completion(ChoicesAnswer):
     """The response of /v1/completions.
 
     Args:
-        model, tokenizer, prompts, n, scores_prompts, shows_tokens, shows_usage: arguments of `ChoicesAnswer`.
+        model, tokenizer, prompts, n, scores_prompts, shows_tokens, shows_usage, counts_usage: arguments of
+            `ChoicesAnswer`.
         echo: what is repeated of the prompts; None: nothing.
     """
 
@@ -457,9 +460,10 @@ class Completion(ChoicesAnswer):
         scores_prompts: bool = False,
         shows_tokens: bool = False,
         shows_usage: bool = False,
+        counts_usage: bool = False,
         echo: Echo | None = None,
     ):
-        super().__init__(model, tokenizer, prompts, n, scores_prompts, shows_tokens, shows_usage)
+        super().__init__(model, tokenizer, prompts, n, scores_prompts, shows_tokens, shows_usage, counts_usage)
         self._offsets = [0] * len(self._choices)
         self._echo, self._to_echo = echo, {*range(len(self._choices))} if echo is not None else set[int]()
 
@@ -556,7 +560,8 @@ class ChatCompletion(ChoicesAnswer):
     """The response of /v1/chat/completions.
 
     Args:
-        model, tokenizer, prompts, n, scores_prompts, shows_tokens, shows_usage: arguments of `ChoicesAnswer`.
+        model, tokenizer, prompts, n, scores_prompts, shows_tokens, shows_usage, counts_usage: arguments of
+            `ChoicesAnswer`.
         make_parser: makes the parser of a choice's text; None: the text is the message's content.
     """
 
@@ -571,9 +576,10 @@ class ChatCompletion(ChoicesAnswer):
         scores_prompts: bool = False,
         shows_tokens: bool = False,
         shows_usage: bool = False,
+        counts_usage: bool = False,
         make_parser: Callable[[], MessageParser] | None = None,
     ):
-        super().__init__(model, tokenizer, prompts, n, scores_prompts, shows_tokens, shows_usage)
+        super().__init__(model, tokenizer, prompts, n, scores_prompts, shows_tokens, shows_usage, counts_usage)
         self._token_texts = TokenTexts(tokenizer)
         self._parsers = [make_parser() for _ in self._choices] if make_parser is not None else None
 

@@ -29,6 +29,7 @@ from octile.serve.http.protocol import (
     FolderUpdate,
     Generation,
     SampledBody,
+    StreamOptions,
     parse,
 )
 from octile.serve.http.reasoning import ReasoningParser, Thought
@@ -444,10 +445,11 @@ class Service:
                 stream.close()
 
 
-def _shown(body: Generation) -> tuple[bool, bool, bool]:
-    """Whether a response shows log-probabilities of prompts, tokens, and in all chunks of a stream usage."""
-    shows_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    return body.prompt_logprobs is not None, bool(body.return_token_ids), shows_usage
+def _shown(body: Generation) -> tuple[bool, bool, bool, bool]:
+    """Whether a response shows log-probabilities of prompts, tokens, and in chunks of a stream usage and its counts."""
+    options = body.stream_options or StreamOptions()
+    usage = bool(options.include_usage), bool(options.continuous_usage_stats)
+    return body.prompt_logprobs is not None, bool(body.return_token_ids), *usage
 
 
 async def _next(events: AsyncGenerator[str, None]) -> str:

@@ -25,6 +25,13 @@ def test_chunks_have_usage_null_before_the_last_one_if_it_is_asked_for(served):
     assert last["usage"]["completion_tokens"] == 3
 
 
+def test_chunks_have_the_usage_so_far_if_it_is_asked_for(served):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    counts = [chunk["usage"]["completion_tokens"] for chunk in events(served, stream_options=options)]
+    assert counts == sorted(counts)
+    assert (counts[0] > 0, counts[-1]) == (True, 3)
+
+
 def test_chunks_have_no_usage_if_it_is_not_asked_for(served):
     assert not any("usage" in chunk for chunk in events(served))
 
