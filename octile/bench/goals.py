@@ -428,7 +428,7 @@ def transformers_verdicts(rows: Sequence[Row]) -> str:
 
 # octile bench serve
 
-ONE_CLIENT, MANY_CLIENTS, THROUGHPUT = "1 client", "64 clients", "throughput"
+THROUGHPUT = "throughput"
 LONG_CLIENT, FASTEST_DRAFTS = "1 client, 256 tokens", "1 client, 256 tokens, fastest with drafts"
 DECODE, OVERHEAD, ROOFLINE = "decode", "overhead of the engine", "share of the roofline"
 PREFILL, SHARE_OF_PEAK = "prefill, 8 × 1,024 tokens", "share of the FP8 peak"
@@ -461,11 +461,8 @@ def one_rank(batch: int) -> str:
     return f"one, batch {batch}"
 
 
-CLIENTS_BOUND = Bound(
-    "64 clients vs. one, tokens/s (goal on 2 CPU cores)", MANY_CLIENTS, THROUGHPUT, (ONE_CLIENT,), 4.0, None
-)
 H200_BOUNDS = (
-    Bound("drafts vs. none, tokens/s (goal on one H200)", FASTEST_DRAFTS, THROUGHPUT, (LONG_CLIENT,), 1.3, 1.7),
+    Bound("drafts vs. none, tokens/s", FASTEST_DRAFTS, THROUGHPUT, (LONG_CLIENT,), 1.3, 1.7),
     Bound(
         "engine's overhead per step, batch 256, ms",
         decode_case(V2_LITE, 256),
@@ -496,17 +493,14 @@ H200_BOUNDS = (
 
 
 def serve_verdicts(rows: Sequence[Row], gpu: str | None) -> str:
-    """Describe each goal of `octile bench serve` that has a result in a line; one for another machine is not judged.
+    """Describe each goal of `octile bench serve` that has a result in a line. The goals are those on an H200.
 
     Args:
         rows: the results.
         gpu: the name of the GPU that they are of; None: of a CPU.
     """
-    judged: tuple[Bound, ...] = (CLIENTS_BOUND,)
-    if gpu is not None:
-        judged = H200_BOUNDS if "H200" in gpu else ()
-    others = (replace(bound, floor=None, aim=None) for bound in (CLIENTS_BOUND, *H200_BOUNDS) if bound not in judged)
-    return "\n".join(line for bound in (*judged, *others) if (line := _step_line(bound, rows)))
+    bounds = H200_BOUNDS if gpu is not None and "H200" in gpu else ()
+    return "\n".join(line for bound in bounds if (line := _step_line(bound, rows)))
 
 
 # octile bench serve --peer vllm

@@ -10,15 +10,20 @@ from typing import Any
 from octile.checkpoint.files import write_json
 from octile.report.table import as_list, fits_terminal
 
-COLUMNS = ("case", "what", "ours", "theirs", "ratio", "unit", "peer")
-RIGHT = {"ours", "theirs", "ratio"}
-LEGEND = "ratio: ours / theirs. Higher is better for speeds, lower is better for bytes."
-LEGEND_OF_SPEEDS = "ratio: ours / theirs. Higher is better."
+COLUMNS = ("case", "what", "value", "unit")
+COMPARED = ("vs.", "its value", "ratio")  # further columns, if a row has a peer
+RIGHT = {"value", "its value", "ratio"}
+RATIO = "ratio: the value / that of what is named under vs."
+LEGEND = f"{RATIO} Higher is better for speeds, lower is better for bytes."
+LEGEND_OF_SPEEDS = f"{RATIO} Higher is better."
 
 
 @dataclass(frozen=True)
 class Against:
-    """The value of a peer that was measured in the same run, and the ratio ours / theirs."""
+    """The value of a peer that was measured in the same run, and the ratio of the row's own value to it.
+
+    A peer is another library, or octile in another case: 64 clients are compared with one.
+    """
 
     peer: str
     value: float
@@ -45,7 +50,7 @@ class Row:
 def compare(
     case: str, what: str, value: float, unit: str, peer: str, peer_value: float, goal: str | None = None
 ) -> Row:
-    """Make a row with the value of a peer and the ratio ours / theirs."""
+    """Make a row with the value of a peer and the ratio to it."""
     return Row(case, what, value, unit, Against(peer, peer_value, value / peer_value), goal)
 
 
@@ -67,8 +72,11 @@ def _rate(case: str, what: str, speed: float, unit: tuple[float, str], peer: tup
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Format rows as a table with aligned columns."""
-    return align_columns([COLUMNS, *map(_cells, rows)], RIGHT)
+    """Format rows as a table with aligned columns; without those of peers if no row has one."""
+    lines = [COLUMNS + COMPARED, *map(_cells, rows)]
+    if not any(row.against for row in rows):
+        lines = [line[: len(COLUMNS)] for line in lines]
+    return align_columns(lines, RIGHT)
 
 
 def table_with(legend: str, rows: Sequence[Row]) -> str:
@@ -101,10 +109,10 @@ def write(path: Path, rows: Sequence[Row], machine: Mapping[str, Any]) -> None:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    theirs, ratio, peer = "", "", ""
+    compared = ("",) * len(COMPARED)
     if row.against:
-        theirs, ratio, peer = _format(row.against.value), f"{row.against.ratio:.3f}", row.against.peer
-    return row.case, row.what, _format(row.value), theirs, ratio, row.unit, peer
+        compared = row.against.peer, _format(row.against.value), f"{row.against.ratio:.3f}"
+    return row.case, row.what, _format(row.value), row.unit, *compared
 
 
 def _format(value: float) -> str:

@@ -25,10 +25,14 @@ def test_the_file_has_the_rows_and_what_they_were_measured_on(tmp_path):
 
 def test_a_row_is_one_aligned_line():
     assert table(ROWS).splitlines() == [
-        "case         what    ours  theirs     ratio  unit      peer",
-        "a            b          1                    s",
-        "a long case  c     23,456       4  5864.000  tokens/s  p",
+        "case         what   value  unit      vs.  its value     ratio",
+        "a            b          1  s",
+        "a long case  c     23,456  tokens/s  p            4  5864.000",
     ]
+
+
+def test_rows_without_a_peer_have_no_columns_for_one():
+    assert table(ROWS[:1]).splitlines() == ["case  what  value  unit", "a     b         1  s"]
 
 
 def test_the_legend_of_ratios_stands_below_rows_that_have_one():
@@ -93,5 +97,5 @@ def test_a_missing_folder_is_reported_before_anything_is_measured(tmp_path, monk
 
 def test_a_narrow_terminal_gets_a_list_whose_numbers_are_whole(monkeypatch):
     monkeypatch.setattr("octile.bench.rows.fits_terminal", lambda text: False)
-    assert table(ROWS).splitlines()[:3] == ["a", "  what    b", "  ours    1"]
-    assert "  ours    23,456" in table(ROWS)
+    assert table(ROWS).splitlines()[:3] == ["a", "  what       b", "  value      1"]
+    assert "  value      23,456" in table(ROWS)

@@ -52,7 +52,7 @@ def test_on_a_cpu_the_rows_name_the_models_that_are_measured(monkeypatch):
 
 
 def test_the_table_says_what_a_ratio_is():
-    assert "ratio: ours / theirs" in show([compare("a", "b", 1.0, "ms", "peer", 2.0)])
+    assert "ratio: the value / that of" in show([compare("a", "b", 1.0, "ms", "peer", 2.0)])
 
 
 @pytest.fixture

@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 
 from octile.bench import goals
-from octile.bench.rows import Row, table_with
+from octile.bench.rows import RATIO, Row, table_with
 from octile.bench.serve import endpoint, engine, ranks
 from octile.parallel.device import take_own_gpu
 
-LEGEND = "ratio: ours / theirs, the peer's. Higher is better for speeds, lower is better for times."
+LEGEND = f"{RATIO} Higher is better for speeds, lower is better for times."
+REFUSED = "refused with 503: at once the server takes as many requests as --limits.in-flight says, 256 if not given."
 
 
 def rows(run: Path | None) -> Iterator[Row]:
@@ -42,6 +43,9 @@ def rows(run: Path | None) -> Iterator[Row]:
 
 
 def show(rows: Sequence[Row]) -> str:
-    """Format the table, and the verdicts on the goals."""
+    """Format the table, and on a machine that has goals the verdicts on them."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return "\n\n".join((table_with(LEGEND, rows), goals.serve_verdicts(rows, gpu)))
+    table = table_with(LEGEND, rows)
+    if any(row.case == endpoint.CROWD_CASE for row in rows):
+        table += f"\n{REFUSED}"
+    return "\n\n".join(filter(None, (table, goals.serve_verdicts(rows, gpu))))

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.request import urlopen
 
-from octile.bench.goals import FASTEST_DRAFTS, LONG_CLIENT, MANY_CLIENTS, ONE_CLIENT, THROUGHPUT
+from octile.bench.goals import FASTEST_DRAFTS, LONG_CLIENT, THROUGHPUT
 from octile.bench.rows import Row, compare
 from octile.checkpoint.hugging_face import read_model_config
 from octile.command_text import path_argument
@@ -34,7 +34,7 @@ MANY = Stress(clients=64, requests=256, new_tokens=64)
 CROWD = Stress(clients=1000, requests=1000, prompt_words=8, new_tokens=8)
 LONG = Stress(clients=1, requests=8, new_tokens=256)
 DRAFTS = 1, 2  # draft tokens per step
-CROWD_CASE = "1,000 clients at once"
+ONE_CLIENT, MANY_CLIENTS, CROWD_CASE = "1 client", "64 clients", "1,000 clients at once"
 
 
 def rows(run: Path) -> Iterator[Row]:
@@ -56,7 +56,9 @@ def rows(run: Path) -> Iterator[Row]:
     yield from _times(MANY_CLIENTS, many)
     yield Row(CROWD_CASE, "answered", crowd.completed, "requests")
     yield Row(CROWD_CASE, "refused with 503", crowd.refused[503], "requests")
-    yield Row(CROWD_CASE, "neither", CROWD.requests - crowd.completed - crowd.refused[503], "requests")
+    yield Row(
+        CROWD_CASE, "neither answered nor refused", CROWD.requests - crowd.completed - crowd.refused[503], "requests"
+    )
     yield from _times(CROWD_CASE, crowd)
     if long is not None:
         yield Row(LONG_CLIENT, THROUGHPUT, long.tokens_per_second, "tokens/s")
@@ -83,7 +85,7 @@ def _announced_server(run: Path, *options: str) -> Iterator[str]:
     """Start a server, say so on stderr, and warm it up."""
     print(f"starting octile serve {shlex.join((path_argument(run), *options))}", file=sys.stderr, flush=True)
     with serving(run, *options) as url:
-        _run(url, WARM_UP)
+        _run(url, WARM_UP, "warming up with")
         yield url
 
 
@@ -110,14 +112,14 @@ def serving(run: Path, *options: str) -> Iterator[str]:
         server.communicate()
 
 
-def _run(url: str, stress: Stress) -> StressResult:
-    """Run a stress test in which no stream may break.
+def _run(url: str, stress: Stress, why: str = "measuring") -> StressResult:
+    """Run a stress test in which no stream may break, and say why on stderr.
 
     Raises:
         RuntimeError: one did, or none was complete.
     """
     what = f"{format_count(stress.clients, 'client')}, {format_count(stress.requests, 'request')}"
-    print(f"measuring {what} of {format_count(stress.new_tokens, 'token')}", file=sys.stderr, flush=True)
+    print(f"{why} {what} of {format_count(stress.new_tokens, 'token')}", file=sys.stderr, flush=True)
     result = asyncio.run(stress_test(url, stress))
     if result.broken or not result.completed:
         raise RuntimeError(f"the server did not answer as it should: {result.report()}")

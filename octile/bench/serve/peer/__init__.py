@@ -24,7 +24,7 @@ import torch
 
 from octile.bench import goals
 from octile.bench.goals import DECODE, THROUGHPUT, weights_case
-from octile.bench.rows import Row, compare, table_with
+from octile.bench.rows import RATIO, Row, compare, table_with
 from octile.bench.serve.endpoint import serving
 from octile.bench.serve.peer.engine_speed import EngineCase, Work
 from octile.bench.serve.peer.octile_engine import engine_speeds
@@ -37,7 +37,7 @@ from octile.serve.http.command import PACKAGES
 from octile.serve.weights.load import Folder
 
 LEGEND = (
-    "ratio: ours / theirs. Higher is better for speeds, lower is better for times. "
+    f"{RATIO} Higher is better for speeds, lower is better for times. "
     f"The dense layer of the {goals.V2_LITE} is {V2_LITE_WIDTH:,} wide here."
 )
 CASES = (
