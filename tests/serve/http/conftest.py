@@ -41,6 +41,7 @@ class Served:
         origins=(),
         parsers=Parsers(),  # noqa: B008
         has_access_log=False,
+        name="micro",
     ):
         self.engine, bound = engine, bind("127.0.0.1", 0)
         self.url = url_of(bound, tls is not None)
@@ -52,7 +53,7 @@ class Served:
             engine.max_position,
             ChatTemplate(engine.tokenizer, template),
             limits,
-            "micro",
+            name,
             defaults,
             parsers,
         )

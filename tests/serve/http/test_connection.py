@@ -127,7 +127,7 @@ def test_a_single_byte_after_an_answer_does_not_keep_the_connection(hurried):
 
 @pytest.mark.parametrize("header", [b"", b"Connection: close\r\n"], ids=["keep-alive", "close"])
 def test_a_connection_whose_last_answer_is_not_read_ends(hurried, monkeypatch, header):
-    monkeypatch.setattr(hurried.service.metrics, "text", lambda: b"a" * 10**8)
+    monkeypatch.setattr(hurried.service.metrics, "text", lambda accept: (b"a" * 10**8, "text/plain"))
     client = connect(hurried, receive_buffer=4096)
     client.sendall(b"GET /metrics HTTP/1.1\r\nHost: a\r\n" + header + b"\r\n")
     connections = hurried.server.server_state.connections
