@@ -30,9 +30,9 @@ MESSAGES = [{"role": "user", "content": "Where to, and how long?"}]
 class EngineOfRandomLogits(Engine):
     """An engine with what a test's server asks for besides."""
 
-    def __init__(self, tokenizer):
-        runner = FakeRunner(n_pages=2000, vocab_size=tokenizer.vocab_size)
-        super().__init__(runner, tokenizer, EngineConfig(max_batch=8, max_step_tokens=256))
+    def __init__(self, tokenizer, n_pages=2000, n_drafts=0, max_batch=8):
+        runner = FakeRunner(n_pages, vocab_size=tokenizer.vocab_size, max_ahead=max_batch, n_drafts=n_drafts)
+        super().__init__(runner, tokenizer, EngineConfig(max_batch=max_batch, max_step_tokens=256, n_drafts=n_drafts))
         self.tokenizer, self.max_position = tokenizer, runner.max_position
 
 
