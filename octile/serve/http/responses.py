@@ -269,6 +269,22 @@ class TokenTexts:
         return None if "\ufffd" in text else list(text.encode())
 
 
+class Shown(NamedTuple):
+    """What a response shows besides its choices.
+
+    Attributes:
+        scores: log-probabilities of prompts, in whole responses alone.
+        tokens: the tokens of prompts and of choices.
+        usage: the field usage of chunks, which is null in all but the last.
+        counts: the numbers of tokens so far in its place.
+    """
+
+    scores: bool = False
+    tokens: bool = False
+    usage: bool = False
+    counts: bool = False
+
+
 class ChoicesAnswer(Answer):
     """A response that has choices, or chunks of them.
 
@@ -277,10 +293,7 @@ class ChoicesAnswer(Answer):
         tokenizer: to show tokens.
         prompts: the tokens of each prompt.
         n: choices of each prompt.
-        scores_prompts: whether the log-probabilities of prompts are shown, in whole responses alone.
-        shows_tokens: whether the tokens of prompts and of choices are shown.
-        shows_usage: whether chunks have the field usage, which is null in all but the last.
-        counts_usage: whether it has the numbers of tokens so far instead of null.
+        shown: what is shown besides.
     """
 
     prefix: str
@@ -293,16 +306,12 @@ class ChoicesAnswer(Answer):
         tokenizer: Tokenizer,
         prompts: Sequence[Sequence[int]],
         n: int,
-        scores_prompts: bool = False,
-        shows_tokens: bool = False,
-        shows_usage: bool = False,
-        counts_usage: bool = False,
+        shown: Shown = Shown(),  # noqa: B008 - it is immutable
     ):
         super().__init__(sum(map(len, prompts)))
         self._tokenizer, self._prompts, self._n = tokenizer, prompts, n
-        self._scores_prompts, self._shows_tokens = scores_prompts, shows_tokens
+        self._shown = shown
         self._cached_tokens = [0] * len(prompts)
-        self._shows_usage, self._counts_usage = shows_usage, counts_usage
         self._created, self._model = int(time.time()), model
         self._choices = [self.empty(i) for i in range(len(prompts) * n)]
         self._texts: list[list[str]] = [[] for _ in self._choices]  # of the whole response, joined at its end
@@ -314,7 +323,7 @@ class ChoicesAnswer(Answer):
         self._count(index, output)
         self._texts[index].append(output.text)
         self._scores[index] += output.prompt_logprobs
-        if self._shows_tokens:
+        if self._shown.tokens:
             self._tokens[index] += output.tokens
         self.extend(self._choices[index], output)
         if output.finish_reason is not None:
@@ -325,7 +334,7 @@ class ChoicesAnswer(Answer):
         for i, choice in enumerate(self._choices):
             self.set_text(choice, "".join(self._texts[i]))
             choice |= self._versions[i].fields()
-            if self._shows_tokens:
+            if self._shown.tokens:
                 choice["token_ids"] = self._tokens[i]
         body = {**self._head(), "object": self.whole_object, "choices": self._choices, "usage": self.usage()}
         self.add_prompts(body)
@@ -339,13 +348,13 @@ class ChoicesAnswer(Answer):
         return "".join(event(chunk) for chunk in chunks if chunk is not None)
 
     def last_events(self) -> str:  # noqa: D102
-        usage = event({**self._as_chunk([]), "usage": self.usage()}) if self._shows_usage else ""
+        usage = event({**self._as_chunk([]), "usage": self.usage()}) if self._shown.usage else ""
         return usage + DONE
 
     def chunk(self, index: int, output: Output) -> dict[str, Any] | None:
         """The chunk for what is new about a choice; None if nothing can be shown yet."""
         self._count(index, output)
-        shown = {"token_ids": [*output.tokens]} if self._shows_tokens else {}
+        shown = {"token_ids": [*output.tokens]} if self._shown.tokens else {}
         if not (output.text or output.logprobs or output.finish_reason or shown.get("token_ids")):
             return None
         reason = None if output.finish_reason is None else str(output.finish_reason)
@@ -371,17 +380,17 @@ class ChoicesAnswer(Answer):
         return {"id": f"{self.prefix}-{self.request_id}", "created": self._created, "model": self._model}
 
     def _as_chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        usage = {"usage": self.usage() if self._counts_usage else None} if self._shows_usage else {}
+        usage = {"usage": self.usage() if self._shown.counts else None} if self._shown.usage else {}
         return {**self._head(), "object": self.chunk_object, "choices": choices, **usage}
 
     def prompt_tokens(self, index: int) -> dict[str, Any]:
         """The field with the tokens of a choice's prompt, if tokens are shown."""
-        return {"prompt_token_ids": [*self._prompts[index // self._n]]} if self._shows_tokens else {}
+        return {"prompt_token_ids": [*self._prompts[index // self._n]]} if self._shown.tokens else {}
 
     def prompt_fields(self, index: int) -> dict[str, Any]:
         """The fields of a choice's prompt, as far as they are shown; its first token has no log-probability."""
         fields = self.prompt_tokens(index)
-        if self._scores_prompts:
+        if self._shown.scores:
             fields["prompt_logprobs"] = [None, *map(self._scored, self._scores[index])]
         return fields
 
@@ -444,8 +453,7 @@ class Completion(ChoicesAnswer):
     """The response of /v1/completions.
 
     Args:
-        model, tokenizer, prompts, n, scores_prompts, shows_tokens, shows_usage, counts_usage: arguments of
-            `ChoicesAnswer`.
+        model, tokenizer, prompts, n, shown: arguments of `ChoicesAnswer`.
         echo: what is repeated of the prompts; None: nothing.
     """
 
@@ -457,13 +465,10 @@ class Completion(ChoicesAnswer):
         tokenizer: Tokenizer,
         prompts: Sequence[Sequence[int]],
         n: int,
-        scores_prompts: bool = False,
-        shows_tokens: bool = False,
-        shows_usage: bool = False,
-        counts_usage: bool = False,
+        shown: Shown = Shown(),  # noqa: B008 - it is immutable
         echo: Echo | None = None,
     ):
-        super().__init__(model, tokenizer, prompts, n, scores_prompts, shows_tokens, shows_usage, counts_usage)
+        super().__init__(model, tokenizer, prompts, n, shown)
         self._offsets = [0] * len(self._choices)
         self._echo, self._to_echo = echo, {*range(len(self._choices))} if echo is not None else set[int]()
 
@@ -524,7 +529,7 @@ class Completion(ChoicesAnswer):
         return {"index": index, "text": output.text, "logprobs": logprobs}
 
     def first_chunks(self) -> list[dict[str, Any]]:  # noqa: D102
-        if not self._shows_tokens:
+        if not self._shown.tokens:
             return []
         return [self._as_chunk([{**self.empty(i), **self.prompt_tokens(i)} for i in range(len(self._choices))])]
 
@@ -560,8 +565,7 @@ class ChatCompletion(ChoicesAnswer):
     """The response of /v1/chat/completions.
 
     Args:
-        model, tokenizer, prompts, n, scores_prompts, shows_tokens, shows_usage, counts_usage: arguments of
-            `ChoicesAnswer`.
+        model, tokenizer, prompts, n, shown: arguments of `ChoicesAnswer`.
         make_parser: makes the parser of a choice's text; None: the text is the message's content.
     """
 
@@ -573,13 +577,10 @@ class ChatCompletion(ChoicesAnswer):
         tokenizer: Tokenizer,
         prompts: Sequence[Sequence[int]],
         n: int,
-        scores_prompts: bool = False,
-        shows_tokens: bool = False,
-        shows_usage: bool = False,
-        counts_usage: bool = False,
+        shown: Shown = Shown(),  # noqa: B008 - it is immutable
         make_parser: Callable[[], MessageParser] | None = None,
     ):
-        super().__init__(model, tokenizer, prompts, n, scores_prompts, shows_tokens, shows_usage, counts_usage)
+        super().__init__(model, tokenizer, prompts, n, shown)
         self._token_texts = TokenTexts(tokenizer)
         self._parsers = [make_parser() for _ in self._choices] if make_parser is not None else None
 

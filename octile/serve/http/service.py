@@ -43,6 +43,7 @@ from octile.serve.http.responses import (
     Completion,
     Echo,
     PacedResponse,
+    Shown,
     json_bytes,
     while_connected,
 )
@@ -261,13 +262,12 @@ class Service:
             texts = [p if isinstance(p, str) else self.tokenizer.decode(p) for p in body.prompts]
             begins = [len(begin) if isinstance(p, str) else 0 for p in body.prompts]
             echo = Echo(texts, begins, body.logprobs, body.max_tokens == 0)
-        answer = Completion(self.model, self.tokenizer, prompts, body.n or 1, *_shown(body), echo=echo)
+        answer = Completion(self.model, self.tokenizer, prompts, body.n or 1, _shown(body), echo)
         return Job(answer, requests)
 
     def _chat_completion(self, body: ChatBody) -> Job:
         prompt, requests, make_parser = self._chat(body)
-        shown = _shown(body)
-        answer = ChatCompletion(self.model, self.tokenizer, [prompt], body.n or 1, *shown, make_parser=make_parser)
+        answer = ChatCompletion(self.model, self.tokenizer, [prompt], body.n or 1, _shown(body), make_parser)
         return Job(answer, requests)
 
     def _response(self, body: ResponseBody) -> Job:
@@ -445,11 +445,10 @@ class Service:
                 stream.close()
 
 
-def _shown(body: Generation) -> tuple[bool, bool, bool, bool]:
-    """Whether a response shows log-probabilities of prompts, tokens, and in chunks of a stream usage and its counts."""
+def _shown(body: Generation) -> Shown:
     options = body.stream_options or StreamOptions()
     usage = bool(options.include_usage), bool(options.continuous_usage_stats)
-    return body.prompt_logprobs is not None, bool(body.return_token_ids), *usage
+    return Shown(body.prompt_logprobs is not None, bool(body.return_token_ids), *usage)
 
 
 async def _next(events: AsyncGenerator[str, None]) -> str:
