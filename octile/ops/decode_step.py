@@ -20,7 +20,8 @@ from octile.ops.latent_cache import PAGE
 from octile.ops.operator import operator
 from octile.ops.quantize import check_device
 
-FIELDS = 5  # source, position, end, seed and the bits of temperature in float64, before the tokens
+# Before the tokens: source, position, end, seed, top_k, and the bits of temperature, top_p and min_p in float64.
+FIELDS, TEMPERATURE = 8, 5
 
 
 @operator()
@@ -28,8 +29,9 @@ def continued_tokens(numbers: Tensor, last: Tensor, advance: Tensor) -> tuple[Te
     """Find the tokens of requests, and the position of the first one.
 
     Args:
-        numbers: int64 [5 + k, B], rows contiguous: source, position, end, seed, bits of temperature, and k tokens. The
-            source is a request of the step before, whose tokens follow; negative: the given tokens count.
+        numbers: int64 [8 + k, B], rows contiguous: source, position, end, seed, top_k, bits of temperature, top_p and
+            min_p, and k tokens. The source is a request of the step before, whose tokens follow; negative: the given
+            tokens count.
         last: int64 [R, k], contiguous, the tokens that the step before has left.
         advance: int64 [R], contiguous, the positions by which it has advanced.
 
@@ -42,7 +44,7 @@ def continued_tokens(numbers: Tensor, last: Tensor, advance: Tensor) -> tuple[Te
         ValueError: shapes, strides or devices do not fit together.
     """
     _check_continued(numbers, last, advance)
-    source_B, position_B, _, _, heat_B = numbers[:FIELDS].unbind()
+    source_B, position_B, heat_B = numbers[0], numbers[1], numbers[TEMPERATURE]
     is_given_B, before_B = source_B < 0, source_B.clamp(min=0)
     tokens_Bk = torch.where(is_given_B[:, None], numbers[FIELDS:].T, last[before_B])
     first_B = position_B + advance[before_B].masked_fill(is_given_B, 0)
@@ -60,7 +62,7 @@ def _(numbers, last, advance):
     from octile.kernels.triton import decode_step as kernel  # late: a machine without a GPU has no Triton
 
     _check_continued(numbers, last, advance)
-    return kernel.launch_continued(numbers, last, advance)
+    return kernel.launch_continued(numbers, last, advance, FIELDS, TEMPERATURE)
 
 
 @operator()

@@ -2,13 +2,19 @@
 
 The Gumbel-max trick: with independent Gumbel noise for every token of the vocabulary the largest sum is a sample of
 softmax(logits / temperature). The noise is a hash of seed, position and token, so it needs no state. Every row is
-computed alone, by elementwise operations and comparisons, so no bit depends on how many rows there are. Seeds,
-positions and temperatures are on the logits' device, so a CUDA graph can sample.
+computed alone, by elementwise operations, comparisons and sums of integers, so no bit depends on how many rows there
+are. What a row asks for is on the logits' device, so a CUDA graph can sample.
 
-A GPU's logarithms may differ from a CPU's in their last bits.
+min_p, top_k and top_p leave the most likely tokens of a row, in this order. A token's weight is its probability as a
+share of the most likely one's, in fixed point: an integer up to 2**30. So sums of weights are exact, and tokens are
+ordered by weight, of equal weights by number. Where a row leaves out tokens, those of weight 0 are left out, too.
+
+A GPU's logarithms and exponentials may differ from a CPU's in their last bits. So a token at the border may be left out
+on one device alone.
 
 Sources: the Gumbel-max trick: Maddison et al., A* Sampling (arXiv 1411.0030) §2; counter-based random numbers: Salmon
-et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011); the finalizers of SplitMix64 and MurmurHash3.
+et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011); the finalizers of SplitMix64 and MurmurHash3; top_p:
+Holtzman et al. (arXiv 1904.09751); min_p: Nguyen et al. (arXiv 2407.01082).
 Shapes: L rows, V vocabulary.
 """
 
@@ -24,8 +30,19 @@ from octile.ops.quantize import check_device, check_input_dtype
 NOT_A_NUMBER, POSITIVE_INFINITY, ALL_MASKED = NO_TOKEN = -1, -2, -3
 
 
+FIXED_POINT = 2**30  # weight of the most likely token
+
+
 @operator()
-def sample_tokens(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor) -> Tensor:
+def sample_tokens(
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+) -> Tensor:
     """Choose the next token of each row.
 
     Args:
@@ -34,6 +51,11 @@ def sample_tokens(logits: Tensor, seeds: Tensor, positions: Tensor, temperature:
         seeds: int64 [L].
         positions: int64 [L], of the chosen tokens in their texts.
         temperature: float32 [L]; where it is 0, the most likely token is chosen, the first of equally likely ones.
+        top_k: int64 [L], at least 0: a token is sampled from this many most likely ones; 0 is all.
+        top_p: float64 [L], above 0, at most 1: from the fewest most likely ones of these that have this share of their
+            probability; 1 is all.
+        min_p: float64 [L], from 0 to 1: from those alone that have this share of the most likely one's probability; 0
+            is all. It comes before `top_k`.
 
     Returns:
         int64 [L]; negative where the logits choose no token: NOT_A_NUMBER if they have a NaN, otherwise
@@ -43,17 +65,22 @@ def sample_tokens(logits: Tensor, seeds: Tensor, positions: Tensor, temperature:
         TypeError: a tensor has another dtype.
         ValueError: shapes, strides or devices do not fit together.
     """
-    _check(logits, seeds, positions, temperature)
+    _check(logits, seeds, positions, temperature, top_k, top_p, min_p)
     if not len(logits):
         return logits.new_empty(0, dtype=torch.int64)
-    logits = logits.float()
+    logits, vocabulary = logits.float(), logits.shape[1]
     most_likely_L = logits.argmax(-1)
     highest_L1 = logits.gather(1, most_likely_L[:, None])  # NaN if there is one
     is_greedy_L1 = temperature[:, None] == 0
     tokens_L = most_likely_L
     if not is_greedy_L1.all():
         z_LV = (logits - highest_L1) / temperature[:, None].masked_fill(is_greedy_L1, 1.0)
-        noise_LV = gumbel(torch.arange(logits.shape[1], device=logits.device), sampling_keys(seeds, positions))
+        truncates_L = (temperature != 0) & (((top_k > 0) & (top_k < vocabulary)) | (top_p < 1) | (min_p > 0))
+        rows = truncates_L.nonzero()[:, 0]
+        if len(rows):
+            is_candidate_LV = _candidates(z_LV[rows], top_k[rows], top_p[rows], min_p[rows])
+            z_LV[rows] = z_LV[rows].masked_fill(~is_candidate_LV, -math.inf)
+        noise_LV = gumbel(torch.arange(vocabulary, device=logits.device), sampling_keys(seeds, positions))
         tokens_L = torch.where(is_greedy_L1[:, 0], most_likely_L, (z_LV + noise_LV).argmax(-1))
     highest_L = highest_L1[:, 0]
     tokens_L = tokens_L.masked_fill(highest_L.isnan(), NOT_A_NUMBER)
@@ -62,16 +89,28 @@ def sample_tokens(logits: Tensor, seeds: Tensor, positions: Tensor, temperature:
 
 
 @sample_tokens.register_fake
-def _(logits, seeds, positions, temperature):
+def _(logits, seeds, positions, temperature, top_k, top_p, min_p):
     return logits.new_empty(logits.shape[0], dtype=torch.int64)
 
 
 @sample_tokens.register_kernel("cuda")
-def _(logits, seeds, positions, temperature):
+def _(logits, seeds, positions, temperature, top_k, top_p, min_p):
     from octile.kernels.triton import sample_tokens as kernel  # late: a machine without a GPU has no Triton
 
-    _check(logits, seeds, positions, temperature)
-    return kernel.launch(logits, seeds, positions, temperature)
+    _check(logits, seeds, positions, temperature, top_k, top_p, min_p)
+    return kernel.launch(logits, seeds, positions, temperature, top_k, top_p, min_p, FIXED_POINT)
+
+
+def _candidates(z_LV: Tensor, top_k_L: Tensor, top_p_L: Tensor, min_p_L: Tensor) -> Tensor:
+    """Return which tokens min_p, top_k and top_p leave, bool [L, V]; z is (logit - highest) / temperature."""
+    weights_LV = (z_LV.exp() * FIXED_POINT).long()
+    weights_LV.masked_fill_(weights_LV < (min_p_L * FIXED_POINT).long()[:, None], 0)
+    weights_LV, tokens_LV = weights_LV.sort(dim=-1, descending=True, stable=True)  # of equal ones the first token first
+    is_beyond_LV = torch.arange(z_LV.shape[1], device=z_LV.device) >= top_k_L[:, None]
+    weights_LV.masked_fill_(is_beyond_LV & (top_k_L > 0)[:, None], 0)
+    sums_LV = weights_LV.cumsum(-1)
+    is_candidate_LV = (weights_LV > 0) & (sums_LV - weights_LV < top_p_L[:, None] * sums_LV[:, -1:])
+    return torch.zeros_like(is_candidate_LV).scatter_(1, tokens_LV, is_candidate_LV)
 
 
 def sampling_keys(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -120,13 +159,25 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & (2 ** (64 - bits) - 1)
 
 
-def _check(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor) -> None:
+def _check(
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+) -> None:
     check_input_dtype("logits", logits)
-    for name, t, dtype in (
-        ("seeds", seeds, torch.int64),
-        ("positions", positions, torch.int64),
-        ("temperature", temperature, torch.float32),
-    ):
+    numbers = {
+        "seeds": (seeds, torch.int64),
+        "positions": (positions, torch.int64),
+        "temperature": (temperature, torch.float32),
+        "top_k": (top_k, torch.int64),
+        "top_p": (top_p, torch.float64),
+        "min_p": (min_p, torch.float64),
+    }
+    for name, (t, dtype) in numbers.items():
         if t.dtype != dtype:
             raise TypeError(f"{name} must be {str(dtype).removeprefix('torch.')}, not {t.dtype}")
     if logits.dim() != 2 or not 1 <= logits.shape[1] < 2**31 or logits.stride(1) != 1:
@@ -134,7 +185,7 @@ def _check(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor
             f"logits must be [L, V] with V from 1 and rows contiguous, not {tuple(logits.shape)} with strides "
             f"{logits.stride()}"
         )
-    for name, t in (("seeds", seeds), ("positions", positions), ("temperature", temperature)):
+    for name, (t, _) in numbers.items():
         if t.shape != logits.shape[:1]:
             raise ValueError(f"{name} must be ({len(logits)},), one for each row of logits, not {tuple(t.shape)}")
         check_device("logits", logits, name, t)

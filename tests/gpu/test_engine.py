@@ -17,10 +17,13 @@ from octile.serve.runner.model_runner import ModelRunner
 from octile.tokenizer import Tokenizer
 from tests.serve.models import CONFIG, new_model, text
 
-SAMPLINGS = [
-    Sampling(24, temperature, top_p, seed, ignore_eos=True)
-    for seed, (temperature, top_p) in enumerate(3 * [(0.0, 1.0), (1.0, 1.0), (0.8, 0.9)])
-]
+HOW = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 1.2, "top_k": 20, "top_p": 0.8, "min_p": 0.01},
+)
+SAMPLINGS = [Sampling(24, seed=seed, ignore_eos=True, **how) for seed, how in enumerate(2 * HOW)]
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +36,15 @@ def model(request) -> DeepseekV3:
     return new_model(request.param, torch.bfloat16).to("cuda")
 
 
-PLAIN = [sampling for sampling in SAMPLINGS if sampling.top_p == 1]  # that a decode step can sample
-
-
-def texts_of(model, tokenizer, together, n_drafts=0, n_pages=64, n_new=24, samplings=SAMPLINGS, ahead=True):
+def texts_of(model, tokenizer, together, n_drafts=0, n_pages=64, n_new=24, ahead=True):
     """The tokens of each request, all in one batch or one after the other."""
     runner = ModelRunner(model, n_pages, max_batch=16, batch_invariant=True, n_drafts=n_drafts)
     runner.max_ahead *= ahead
     engine = Engine(runner, tokenizer, EngineConfig(max_batch=16, max_step_tokens=96, n_drafts=n_drafts))
     found: dict[int, tuple[int, ...]] = {}
-    for i, sampling in enumerate(samplings):
+    for i, sampling in enumerate(SAMPLINGS):
         engine.add(text(30 + 17 * i, seed=i), replace(sampling, max_new_tokens=n_new))
-        while engine.has_work and (not together or i == len(samplings) - 1):
+        while engine.has_work and (not together or i == len(SAMPLINGS) - 1):
             for output in engine.step():
                 found[output.request_id] = found.get(output.request_id, ()) + output.tokens
     return found, engine.stats()
@@ -72,9 +72,10 @@ def test_a_text_is_the_same_with_drafts(model, tokenizer, n_drafts):
 
 @pytest.mark.parametrize("n_drafts", [0, 1, 2])
 def test_a_text_is_the_same_where_steps_are_launched_ahead(model, tokenizer, n_drafts):
-    expected, stats = texts_of(model, tokenizer, True, n_drafts, n_new=80, samplings=PLAIN, ahead=False)
-    found, stats_ahead = texts_of(model, tokenizer, True, n_drafts, n_new=80, samplings=PLAIN)
+    expected, stats = texts_of(model, tokenizer, True, n_drafts, n_new=80, ahead=False)
+    found, stats_ahead = texts_of(model, tokenizer, True, n_drafts, n_new=80)
     assert found == expected
+    assert stats_ahead.steps_ahead > stats.steps_ahead == 0
     assert stats_ahead.accepted_tokens == stats.accepted_tokens
 
 
@@ -85,7 +86,7 @@ def logprobs_of(model, tokenizer, batch_invariant: bool, ahead: bool):
     assert [*runner.loop._graphs] == [(False, False), (False, True)]
     runner.max_ahead *= ahead
     engine = Engine(runner, tokenizer, EngineConfig(max_batch=16, max_step_tokens=1024))
-    samplings = [replace(sampling, logprobs=(0, 0, None)[i % 3]) for i, sampling in enumerate(PLAIN)]
+    samplings = [replace(sampling, logprobs=(0, 0, None)[i % 3]) for i, sampling in enumerate(SAMPLINGS)]
     found = {engine.add(text(30 + 17 * i, seed=i), sampling).id: [] for i, sampling in enumerate(samplings)}
     while engine.has_work:
         for output in engine.step():
@@ -114,14 +115,14 @@ def test_a_certain_token_has_the_log_probability_0_and_not_minus_0_in_a_graph(mo
     hidden_TD = runner.run(Batch([Chunk([5], 0, pages, 1)])).hidden
     runner.forward.weights.head.zero_()
     runner.forward.weights.head[7] = 1e6 * hidden_TD[0]
-    (decoded,) = runner.decode([DecodeRequest(-1, 0, 8, 0, 0.0, [5], pages)], log_probs=True).wait()
+    (decoded,) = runner.decode([DecodeRequest(-1, 0, 8, 0, 0, 0.0, 1.0, 0.0, [5], pages)], log_probs=True).wait()
     assert (decoded.chosen, str(decoded.log_prob)) == ([7], "0.0")
 
 
 def test_a_gpu_that_is_not_the_current_one_is_waited_for(model, tokenizer, monkeypatch):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    expected, _ = texts_of(model, tokenizer, True, samplings=PLAIN)
+    expected, _ = texts_of(model, tokenizer, True)
     fill = DecodeLoop._fill
 
     def slow(*arguments):
@@ -131,7 +132,7 @@ def test_a_gpu_that_is_not_the_current_one_is_waited_for(model, tokenizer, monke
 
     monkeypatch.setattr(DecodeLoop, "_fill", slow)
     assert torch.cuda.current_device() == 0
-    found, stats = texts_of(model.to("cuda:1"), tokenizer, True, samplings=PLAIN)
+    found, stats = texts_of(model.to("cuda:1"), tokenizer, True)
     assert stats.steps_ahead > 0
     assert found == expected
 
@@ -139,7 +140,7 @@ def test_a_gpu_that_is_not_the_current_one_is_waited_for(model, tokenizer, monke
 def test_rows_choose_the_same_tokens_in_any_batch_on_the_gpu():
     torch.manual_seed(0)
     logits = 3 * torch.randn(90, CONFIG.vocab_size, device="cuda")
-    rows = [Row(SAMPLINGS[i % 9], i, i) for i in range(90)]
+    rows = [Row(SAMPLINGS[i % 8], i, i) for i in range(90)]
     alone = [choose(logits[i : i + 1], rows[i : i + 1]).item() for i in range(90)]
     assert choose(logits, rows).tolist() == alone
 
@@ -147,7 +148,7 @@ def test_rows_choose_the_same_tokens_in_any_batch_on_the_gpu():
 def test_the_gpu_chooses_the_tokens_of_the_cpu():
     torch.manual_seed(0)
     logits = 3 * torch.randn(2000, 1000)
-    rows = [Row(SAMPLINGS[i % 9], i, i) for i in range(2000)]
+    rows = [Row(SAMPLINGS[i % 8], i, i) for i in range(2000)]
     same = choose(logits.cuda(), rows).cpu() == choose(logits, rows)
     assert same.float().mean() > 0.999  # logarithms differ in their last bits
 

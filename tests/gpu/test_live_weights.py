@@ -41,7 +41,7 @@ def decode_all(runner: ModelRunner) -> list[Decoded]:
     positions, found = [100, 90], list[Decoded]()
     for n in range(6):
         requests = [
-            DecodeRequest(i if n else -1, position, 180, i, 1.0, [] if n else [tokens[position]], pages)
+            DecodeRequest(i if n else -1, position, 180, i, 0, 1.0, 1.0, 0.0, [] if n else [tokens[position]], pages)
             for i, (position, tokens, pages) in enumerate(zip(positions, texts.texts, texts.pages, strict=True))
         ]
         if n:

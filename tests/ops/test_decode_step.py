@@ -17,7 +17,8 @@ def zeros(*shapes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
 
 def test_tokens_follow_a_request_of_the_step_before_or_are_given():
     heats = torch.tensor([0.5, 0.0, 1.0], dtype=torch.float64).view(torch.int64).tolist()
-    numbers = int64([[-1, 1, 0], [7, 10, 20], [99, 99, 99], [1, 2, 3], heats, [4, -2, -2], [5, -2, -2]])
+    others = [[99, 99, 99]]  # end, seed, top_k, top_p and min_p are not read
+    numbers = int64([[-1, 1, 0], [7, 10, 20], *3 * others, heats, *2 * others, [4, -2, -2], [5, -2, -2]])
     tokens, first, temperature = continued_tokens(numbers, int64([[31, 32], [41, 42]]), int64([2, 1]))
     assert tokens.tolist() == [[4, 5], [41, 42], [31, 32]]
     assert first.tolist() == [7, 11, 22]
@@ -59,7 +60,7 @@ def test_without_drafts_the_choice_is_the_last_token():
 
 
 CALLS = {
-    "continued tokens": lambda: (continued_tokens, zeros((7, 3), (4, 2), (4,))),
+    "continued tokens": lambda: (continued_tokens, zeros((10, 3), (4, 2), (4,))),
     "rows of texts": lambda: (text_rows, (*zeros((2, 2), (2,), (2,)), torch.tensor([[1, 0], [0, 1]]).int())),
     "accepted rows": lambda: (accepted_rows, zeros((3, 2), (3, 2), (3,))),
     "choices": lambda: (record_choices, zeros((3, 2), (3, 2), (3, 1), (3, 2), (3,), (3, 4))),
@@ -72,10 +73,10 @@ def test_operators_are_well_formed(name: str):
 
 
 def test_numbers_that_do_not_fit_are_refused():
-    numbers, last = torch.zeros(7, 3).long(), torch.zeros(4, 2).long()
+    numbers, last = torch.zeros(10, 3).long(), torch.zeros(4, 2).long()
     with pytest.raises(TypeError, match=r"last must be int64, not torch\.int32"):
         continued_tokens(numbers, last.int(), torch.zeros(4).long())
-    with pytest.raises(ValueError, match=r"numbers and last must be \[5 \+ k, B\] and \[R, k\]"):
+    with pytest.raises(ValueError, match=r"numbers and last must be \[8 \+ k, B\] and \[R, k\]"):
         continued_tokens(numbers[1:], last, torch.zeros(4).long())
     with pytest.raises(ValueError, match=r"advance must be \(4,\)"):
         continued_tokens(numbers, last, torch.zeros(3).long())

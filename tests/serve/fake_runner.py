@@ -77,7 +77,7 @@ class FakeRunner:
         assert not (log_probs and self.n_drafts)
         self.scored_steps += log_probs
         after, rows, scores = [], [], []
-        for source, position, end, seed, temperature, tokens, pages in requests:
+        for source, position, end, seed, top_k, temperature, top_p, min_p, tokens, pages in requests:
             if source >= 0:
                 advance, tokens = self.before[source]
                 position += advance
@@ -86,7 +86,7 @@ class FakeRunner:
                 rows.append([0] * (2 + 2 * self.n_drafts))
                 scores.append(0.0)
                 continue
-            sampling = Sampling(temperature=temperature)
+            sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
             inside = tokens[: end - position]
             logits, hidden = self.run(Batch([Chunk(inside, position, pages, len(inside))]))
             chosen = choose(logits, [Row(sampling, seed, position + i + 1) for i in range(len(inside))]).tolist()

@@ -11,16 +11,19 @@ from octile.kernels.triton import compile_cases as cases
 BLOCK = 128  # rows or requests of a program
 
 
-def launch_continued(numbers: Tensor, last: Tensor, advance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """numbers [5 + k, B], last [R, k], advance [R] → tokens [B, k], first positions [B], temperatures [B]."""
+def launch_continued(
+    numbers: Tensor, last: Tensor, advance: Tensor, fields: int, temperature_at: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """numbers [fields + k, B], last [R, k], advance [R] → tokens [B, k], first positions [B], temperatures [B]."""
     b, k = numbers.shape[1], last.shape[1]
     tokens, first = numbers.new_empty(b, k), numbers.new_empty(b)
     temperature = numbers.new_empty(b, dtype=torch.float32)
     if b:
         with torch.cuda.device_of(numbers):
             continued_tokens[(triton.cdiv(b, BLOCK),)](
-                numbers, last, advance, tokens, first, temperature, b, numbers.stride(0), K=k, BLOCK=BLOCK
-            )
+                numbers, last, advance, tokens, first, temperature, b, numbers.stride(0), FIELDS=fields,
+                TEMPERATURE=temperature_at, K=k, BLOCK=BLOCK,
+            )  # fmt: skip
     return tokens, first, temperature
 
 
@@ -71,7 +74,7 @@ def compile_cases() -> cases.CompileCases:
         k = 1 + drafts
         tokens, last, results = (cases.empty(requests, width, dtype=torch.int64) for width in (k, k, 2 * k))
         rows, pages = cases.empty(requests, dtype=torch.int64), cases.empty(requests, 64, dtype=torch.int32)
-        launch_continued(cases.empty(5 + k, requests, dtype=torch.int64), last, rows)
+        launch_continued(cases.empty(8 + k, requests, dtype=torch.int64), last, rows, 8, 5)
         launch_rows(tokens, rows, rows, pages, 64)
         launch_accepted(tokens, tokens, rows)
         launch_choices(tokens, tokens, cases.empty(requests, drafts, dtype=torch.int64), last, rows, results)
@@ -84,7 +87,8 @@ def compile_cases() -> cases.CompileCases:
 
 @triton.jit(do_not_specialize=["B"])
 def continued_tokens(
-    numbers, last, advance, tokens, first, temperature, B, step, K: tl.constexpr, BLOCK: tl.constexpr
+    numbers, last, advance, tokens, first, temperature, B, step, FIELDS: tl.constexpr, TEMPERATURE: tl.constexpr,
+    K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Requests of a program: their tokens, first positions and temperatures."""
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -95,10 +99,10 @@ def continued_tokens(
     position = tl.load(numbers + step + b, mask=inside, other=0)
     advanced = tl.load(advance + before, mask=inside & (source >= 0), other=0)
     tl.store(first + b, position + advanced, mask=inside)
-    heat = tl.load(numbers + 4 * step + b, mask=inside, other=0).to(tl.float64, bitcast=True)
+    heat = tl.load(numbers + TEMPERATURE * step + b, mask=inside, other=0).to(tl.float64, bitcast=True)
     tl.store(temperature + b, heat.to(tl.float32), mask=inside)
     for j in tl.static_range(K):
-        given = tl.load(numbers + (5 + j) * step + b, mask=inside, other=0)
+        given = tl.load(numbers + (FIELDS + j) * step + b, mask=inside, other=0)
         left = tl.load(last + before * K + j, mask=inside & (source >= 0), other=0)
         tl.store(tokens + b * K + j, tl.where(is_given, given, left), mask=inside)
 

@@ -452,9 +452,8 @@ class Engine:
             has_pages = self._scheduler.extend(request, self._reach(request, before is not None))
             assert has_pages  # `_can_launch` has counted them
             requests.append(request)
-            rows.append(
-                DecodeRequest(source, length - 1, end, request.seed, sampling.temperature, tokens, request.pages)
-            )
+            how = request.seed, sampling.top_k, sampling.temperature, sampling.top_p, sampling.min_p
+            rows.append(DecodeRequest(source, length - 1, end, *how, tokens, request.pages))
         if not rows:
             return None
         self._steps += 1

@@ -23,14 +23,13 @@ MAX_STOPS = 32
 MAX_TOKENS_NAMED = 1024  # of logit_bias, stop_token_ids or bad_words
 
 # Fields of `Sampling` by who honors them. A field that is in none of these sets is honored by nobody: unless it has its
-# default, its requests take no part in decode steps that are launched ahead, and `choose` samples them apart.
-OF_OPERATOR = frozenset({"temperature", "seed"})  # `octile.ops.sample_tokens`, also in steps that are launched ahead
+# default, its requests take no part in decode steps that are launched ahead.
+OF_OPERATOR = frozenset({"temperature", "seed", "top_k", "top_p", "min_p"})  # `octile.ops.sample_tokens`
 OF_ENGINE = frozenset(  # the engine, once a token is chosen
     {"max_new_tokens", "stop", "ignore_eos", "stop_token_ids", "skip_special_tokens"}
 )
 OF_LOGITS = frozenset({"logprobs"})  # whoever has the logits, once a token is chosen; 0: also steps launched ahead
 OF_PROMPT = frozenset({"prompt_logprobs"})  # the engine, while it prefills: decode steps have nothing to do for them
-OF_SAMPLES = frozenset({"top_k", "top_p", "min_p"})  # `sampler.choose`; without effect where temperature is 0
 OF_TEXT = frozenset(  # `penalties.penalized`, before a token is chosen
     {
         "grammar", "bad_words", "min_tokens", "logit_bias", "repetition_penalty", "frequency_penalty",
@@ -152,11 +151,6 @@ class Sampling:
         return not self._has_defaults_besides(frozenset(f.name for f in fields(self)) - OF_TEXT)
 
     @cached_property
-    def is_of_operator(self) -> bool:
-        """Whether `octile.ops.sample_tokens` alone chooses the tokens from the changed logits: none are left out."""
-        return self._has_defaults_besides(OF_OPERATOR | OF_ENGINE | OF_LOGITS | OF_PROMPT | OF_TEXT)
-
-    @cached_property
     def can_run_ahead(self) -> bool:
         """Whether decode steps that are launched ahead honor all fields.
 
@@ -165,10 +159,8 @@ class Sampling:
         return not self.logprobs and self._has_defaults_besides(OF_OPERATOR | OF_ENGINE | OF_LOGITS | OF_PROMPT)
 
     def _has_defaults_besides(self, honored: frozenset[str]) -> bool:
-        """Whether each field has its default, but for those that are honored or without effect."""
-        without_effect = frozenset[str]() if self.temperature else OF_SAMPLES
-        others = (f for f in fields(self) if f.name not in honored | without_effect)
-        return all(getattr(self, f.name) == f.default for f in others)
+        """Whether each field has its default, but for those that are honored."""
+        return all(getattr(self, f.name) == f.default for f in fields(self) if f.name not in honored)
 
 
 class FinishReason(StrEnum):

@@ -6,13 +6,11 @@ position and token, so it needs no state. The same logits give the same text wha
 prompt was cut into chunks, and whether or not it was preempted. A draft that is sampled with the noise of its position
 mostly agrees with the token that the model then samples with the same noise, and never changes it.
 
-Every row is computed alone: elementwise operations, comparisons, sums of integers. No sum of floating-point numbers
-depends on how many rows there are. So an exception of one row ends only this row: the others are computed again.
+Every row is computed alone (`octile.ops.sample_tokens`). So an exception of one row ends only this row: the others are
+computed again.
 
-Sources: the Gumbel-max trick: Maddison et al., A* Sampling (arXiv 1411.0030) §2; counter-based random numbers: Salmon
-et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011); drafts with the same noise: Daliri et al., Coupling
-without Communication and Drafter-Invariant Speculative Decoding (arXiv 2408.07978); top_p: Holtzman et al. (arXiv
-1904.09751).
+Source: drafts with the same noise: Daliri et al., Coupling without Communication and Drafter-Invariant Speculative
+Decoding (arXiv 2408.07978).
 
 Shapes: L rows of logits, V vocabulary.
 """
@@ -27,16 +25,12 @@ import torch
 from torch import Tensor
 
 from octile.ops import cross_entropy
-from octile.ops.sample_tokens import NOT_A_NUMBER, gumbel, sample_tokens, sampling_keys
+from octile.ops.sample_tokens import NOT_A_NUMBER, sample_tokens
 from octile.serve.engine.history import History
 from octile.serve.engine.penalties import penalized
 from octile.serve.engine.request import Sampling, TokenLogprobs
 
 T = TypeVar("T")
-
-FIXED_POINT = 2.0**32  # weights are summed as integers
-TOKEN_BITS = 24  # of the largest vocabulary; a weight's 33 bits and a token's fit 64
-CANDIDATES = 256  # most likely tokens that are looked at first
 
 
 class Row(NamedTuple):
@@ -67,17 +61,12 @@ def choose(logits_LV: Tensor, rows: Sequence[Row]) -> Tensor:
     """
     if any(row.sampling.changes_logits for row in rows):
         logits_LV = penalized(logits_LV, [(row.sampling, row.text) for row in rows])
-    seeds_L = _on_device([row.seed for row in rows], torch.int64, logits_LV)
-    positions_L = _on_device([row.position for row in rows], torch.int64, logits_LV)
-    temperature_L = _on_device([row.sampling.temperature for row in rows], torch.float32, logits_LV)
-    tokens_L = sample_tokens(logits_LV, seeds_L, positions_L, temperature_L)
-    truncated = [i for i, row in enumerate(rows) if not row.sampling.is_of_operator]
-    if not truncated:
-        return tokens_L
-    i = slice(None) if len(truncated) == len(rows) else _on_device(truncated, torch.int64, logits_LV)
-    sampled_L = _truncated(logits_LV[i], [rows[i] for i in truncated], seeds_L[i], positions_L[i], temperature_L[i])
-    tokens_L[i] = torch.where(tokens_L[i] < 0, tokens_L[i], sampled_L)
-    return tokens_L
+    samplings = [row.sampling for row in rows]
+    integers = [row.seed for row in rows], [row.position for row in rows], [s.top_k for s in samplings]
+    shares = [s.temperature for s in samplings], [s.top_p for s in samplings], [s.min_p for s in samplings]
+    seeds_L, positions_L, top_k_L = _on_device(integers, torch.int64, logits_LV)
+    temperature_L, top_p_L, min_p_L = _on_device(shares, torch.float64, logits_LV)
+    return sample_tokens(logits_LV, seeds_L, positions_L, temperature_L.float(), top_k_L, top_p_L, min_p_L)
 
 
 def log_probabilities(logits_LV: Tensor, tokens: Sequence[int], rows: Sequence[Row]) -> list[TokenLogprobs]:
@@ -109,51 +98,6 @@ def token_logprobs(logits_LV: Tensor, tokens: Sequence[int], counts: Sequence[in
         TokenLogprobs(token, logprob, tuple(zip(best[:count], values[:count], strict=True)), rank)
         for token, logprob, best, values, count, rank in rows
     ]
-
-
-def _truncated(
-    logits_LV: Tensor, rows: Sequence[Row], seeds_L: Tensor, positions_L: Tensor, temperature_L: Tensor
-) -> Tensor:
-    """Sample a token per row of those that min_p, top_k and top_p leave: int64 [L]. Rows with NaN or +Inf give any."""
-    vocab_size = logits_LV.shape[1]
-    z_LV = (logits_LV - logits_LV.amax(-1, keepdim=True)) / temperature_L[:, None]
-    keys_L2 = sampling_keys(seeds_L, positions_L)
-    top_k = [[min(row.sampling.top_k or vocab_size, vocab_size)] for row in rows]
-    top_k_L1 = _on_device(top_k, torch.int64, logits_LV)
-    top_p_L1 = _on_device([[row.sampling.top_p] for row in rows], torch.float64, logits_LV)
-    min_p = [row.sampling.min_p for row in rows]
-    if any(min_p):
-        z_LV = z_LV.masked_fill(z_LV.exp() < _on_device(min_p, torch.float32, logits_LV)[:, None], float("-inf"))
-    return _sample_truncated(z_LV, keys_L2, top_k_L1, top_p_L1, min(CANDIDATES, vocab_size))
-
-
-def _sample_truncated(z_LV: Tensor, keys_L2: Tensor, top_k_L1: Tensor, top_p_L1: Tensor, n: int) -> Tensor:
-    """Sample a token per row from its top_k and top_p most likely ones: int64 [L].
-
-    They are looked for among the n most likely tokens, and for rows that need more of them among all.
-    """
-    vocab_size = z_LV.shape[1]
-    weights_LV = (z_LV.exp() * FIXED_POINT).to(torch.int64)
-    # one integer of weight and token, so that the order is the same where weights are equal
-    last = 2**TOKEN_BITS - 1
-    ordered_LV = (weights_LV << TOKEN_BITS) + (last - torch.arange(vocab_size, device=z_LV.device))
-    ordered_LN = ordered_LV.topk(n).values
-    weights_LN, tokens_LN = ordered_LN >> TOKEN_BITS, last - (ordered_LN & last)
-    weights_LN.masked_fill_(torch.arange(n, device=z_LV.device) >= top_k_L1, 0)
-    sums_LN = weights_LN.cumsum(-1)
-    all_L1 = torch.where(top_k_L1 > n, weights_LV.sum(-1, keepdim=True), sums_LN[:, -1:])
-    enough_L1 = top_p_L1 * all_L1
-    is_left_out_LN = (weights_LN == 0) | (sums_LN - weights_LN >= enough_L1)
-    is_left_out_LN[:, 0] = False  # the most likely token always stays
-    z_LN = z_LV.gather(1, tokens_LN).masked_fill(is_left_out_LN, float("-inf"))
-    chosen_L = tokens_LN.gather(1, (z_LN + gumbel(tokens_LN, keys_L2)).argmax(-1, keepdim=True))[:, 0]
-    if n < vocab_size:
-        # a row with n < top_k < vocab_size is sampled again: the sum of its top_k weights is not known
-        needs_more_L = ((top_k_L1 > n) & ((top_k_L1 < vocab_size) | (sums_LN[:, -1:] < enough_L1)))[:, 0]
-        more = needs_more_L.nonzero()[:, 0]
-        if len(more):
-            chosen_L[more] = _sample_truncated(z_LV[more], keys_L2[more], top_k_L1[more], top_p_L1[more], vocab_size)
-    return chosen_L
 
 
 def _on_device(numbers: Sequence[object], dtype: torch.dtype, like: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ Shapes: T rows, D model, H heads of this rank, V vocabulary, or a head's value; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -194,24 +194,17 @@ class Forward:
         """Compute the logits of rows that the head reads, float32 [T, V]; each rank of a group computes some rows."""
         return self.tp.gather(self._logits(self.tp.own(h_TD)))[: len(h_TD)].float()
 
-    def sample(
-        self,
-        h_TD: Tensor,
-        seed_T: Tensor,
-        position_T: Tensor,
-        temperature_T: Tensor,
-        log_probs_T: Tensor | None = None,
-    ) -> Tensor:
+    def sample(self, h_TD: Tensor, how: Sequence[Tensor], log_probs_T: Tensor | None = None) -> Tensor:
         """Choose tokens by the logits of rows that the head reads: int64 [T]; see `octile.ops.sample_tokens`.
 
         Args:
-            h_TD, seed_T, position_T, temperature_T: the rows, and how they are sampled.
+            h_TD: the rows.
+            how: arguments of `sample_tokens` after the logits, [T] each.
             log_probs_T: float32 [T], becomes the log-probabilities of the tokens before temperature, with the bits that
                 `cross_entropy.log_probabilities` gives them of `logits`. A row that chooses no token gets any number.
         """
-        h, *how = (self.tp.own(t) for t in (h_TD, seed_T, position_T, temperature_T))
-        logits = self._logits(h)
-        tokens = sample_tokens(logits, *how)
+        logits = self._logits(self.tp.own(h_TD))
+        tokens = sample_tokens(logits, *map(self.tp.own, how))
         if log_probs_T is not None:
             # in FP32 as `logits` returns them: the order of sums depends on the dtype on a GPU
             losses, _ = cross_entropy(logits.float(), tokens.clamp(min=0))

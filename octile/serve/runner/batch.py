@@ -63,7 +63,7 @@ class DecodeRequest(NamedTuple):
         source: its number in the step before, whose tokens it continues; -1: its tokens are given.
         position: position of its last token; of a request with a source that of its first row in the step before.
         end: positions of its text that are computed: nothing is written from here on.
-        seed, temperature: fields of its sampling, which `Sampling.can_run_ahead`.
+        seed, top_k, temperature, top_p, min_p: fields of its sampling, which `Sampling.can_run_ahead`.
         tokens: its last token, and the drafts after it, at most n_drafts; empty if it has a source.
         pages: pages, as in `Chunk`, of all positions before end that the step can reach: with n drafts the n, or if
             more the 2·n - 1, after `position`; with a source 1 + n more.
@@ -73,7 +73,10 @@ class DecodeRequest(NamedTuple):
     position: int
     end: int
     seed: int
+    top_k: int
     temperature: float
+    top_p: float
+    min_p: float
     tokens: Sequence[int]
     pages: array[int]
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octile.ops.decode_step import FIELDS, accepted_rows, continued_tokens, record_choices, text_rows
+from octile.ops.decode_step import FIELDS, TEMPERATURE, accepted_rows, continued_tokens, record_choices, text_rows
 from octile.ops.sample_tokens import NO_TOKEN
 from octile.parallel.gpu_events import wait_for
 from octile.serve.model.forward import Forward
@@ -130,17 +130,17 @@ class DecodeLoop:
     def _fill(self, requests: Sequence[DecodeRequest], size: int) -> tuple[int, int]:
         """Write the host's buffers, and return the first and the end of the requests whose pages have changed."""
         fields, n = self._fields, len(requests)
-        columns = tuple(zip(*requests, strict=True)) or 7 * ((),)
-        for row, column in enumerate(columns[:4]):
+        *numbers, texts, pages_of = tuple(zip(*requests, strict=True)) or (FIELDS + 2) * ((),)
+        for row, column in enumerate(numbers[:TEMPERATURE]):
             fields[row, :n] = column
-        fields[4, :n] = np.array(columns[4], dtype=np.float64).view(np.int64)
+        fields[TEMPERATURE:FIELDS, :n] = np.array(numbers[TEMPERATURE:], dtype=np.float64).view(np.int64)
         fields[FIELDS:, :n] = NO_DRAFT
-        for i, tokens in enumerate(columns[5]):
+        for i, tokens in enumerate(texts):
             if tokens:
                 fields[FIELDS : FIELDS + len(tokens), i] = tokens
         fields[:, n:size] = ((-1,), *(FIELDS + self.n_drafts) * ((0,),))  # padding: its text has no positions
         first, end = size, 0
-        for i, pages in enumerate(columns[6]):
+        for i, pages in enumerate(pages_of):
             if self._table.write(i, pages):
                 first, end = min(first, i), i + 1
         return first, end
@@ -155,21 +155,23 @@ class DecodeLoop:
         """Compute a step of the requests that the buffers describe; is_sparse as in `Step`, log_probs as in `run`."""
         n, forward = self.n_drafts, self.forward.for_rows(size * (1 + self.n_drafts))
         numbers = self._numbers[:, :size]
-        end_B, seed_B = numbers[2], numbers[3]
+        end_B = numbers[2]
         tokens_Bn, first_B, temperature_B = continued_tokens(numbers, self._tokens, self._advance)
         step = self._rows(tokens_Bn, first_B, end_B, is_sparse)
         h_TD = forward.hidden(step)
-        seed_T, temperature_T = (t[:, None].expand(-1, 1 + n).flatten() for t in (seed_B, temperature_B))
-        how = seed_T, step.positions + 1, temperature_T, self._log_probs[:size] if log_probs else None
-        chosen_Bn = forward.sample(h_TD, *how).view(size, 1 + n)
+        numbers_T, temperature_T = (
+            t[..., None].expand(*t.shape, 1 + n).flatten(-2) for t in (numbers[:FIELDS], temperature_B)
+        )
+        how = _how_to_sample(numbers_T, step.positions + 1, temperature_T)
+        chosen_Bn = forward.sample(h_TD, how, self._log_probs[:size] if log_probs else None).view(size, 1 + n)
         drafts: list[Tensor] = []
         if n:
             chosen_T, last_B, rows_B = accepted_rows(chosen_Bn, tokens_Bn, first_B)
             h_TD = forward.draft(step._replace(tokens=chosen_T), h_TD).index_select(0, rows_B)
-            drafts = [forward.sample(h_TD, seed_B, last_B + 2, temperature_B)]
+            drafts = [forward.sample(h_TD, _how_to_sample(numbers, last_B + 2, temperature_B))]
             for i in range(1, n):
                 h_TD = forward.draft(self._rows(drafts[-1][:, None], last_B + i, end_B, is_sparse), h_TD)
-                drafts.append(forward.sample(h_TD, seed_B, last_B + i + 2, temperature_B))
+                drafts.append(forward.sample(h_TD, _how_to_sample(numbers, last_B + i + 2, temperature_B)))
         new_Bn = torch.stack(drafts, dim=1) if n else tokens_Bn[:, :0]
         left = self._tokens[:size], self._advance[:size], self._results[:size]
         record_choices(chosen_Bn, tokens_Bn, new_Bn, *left)
@@ -182,6 +184,12 @@ class DecodeLoop:
         pages_TM = pages_BM if k == 1 else pages_BM[:, None].expand(-1, k, -1).flatten(0, 1)
         rows = tokens_T, positions_T, slots_T, pages_TM, lengths_T
         return Step(*rows, None, (), is_sparse=is_sparse, rows_per_text=k)
+
+
+def _how_to_sample(numbers: Tensor, positions: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
+    """Return the arguments of `sample_tokens` after the logits, of numbers as `continued_tokens` takes them."""
+    top_p, min_p = numbers[TEMPERATURE + 1 : FIELDS].view(torch.float64)
+    return numbers[3], positions, temperature, numbers[4], top_p, min_p
 
 
 def _copy_to_host(t: Tensor) -> Tensor:

@@ -294,12 +294,13 @@ class ModelRunner:
         """Return the bytes of the logits in the CUDA graphs of decoding, their largest memory.
 
         Those of steps that are not launched ahead hold logits in FP32 of all their sizes, which halve from one to the
-        next, and so do those of multi-token prediction. What all graphs share has one step's in BF16, and without
-        drafts also in FP32, for log-probabilities. If texts of up to max_position positions need an indexer's keys,
-        there are graphs of both kinds of attention, and what they share has the indexer's logits in FP32.
+        next, and so do those of multi-token prediction. What all graphs share has one step's in BF16, and after another
+        as many weights of tokens that may be left out, and logits in FP32 for log-probabilities. If texts of up to
+        max_position positions need an indexer's keys, there are graphs of both kinds of attention, and what they share
+        has the indexer's logits in FP32.
         """
         c, rows = model.config, max_batch * (1 + n_drafts)
-        held, shared = (2, 2) if n_drafts else (1, 2 + 4)
+        held, shared = 2 if n_drafts else 1, 2 + 4
         if not needs_index(c, max_position):
             return rows * c.vocab_size * (held * 2 * 4 + shared)
         return rows * (c.vocab_size * (2 * held * 2 * 4 + shared) + 4 * max_position)

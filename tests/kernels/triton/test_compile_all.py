@@ -89,6 +89,7 @@ def test_all_kernels_are_compiled(compiled: Compiled):
         "rms_norm_high_precision",
         "write_values",
         "row_maxima",
+        "least_weights",
         "best_of_parts",
         "best_of_rows",
         "write_fp8",

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from octile.kernels.triton import decode_step as kernel
-from octile.ops.decode_step import accepted_rows, continued_tokens, record_choices, text_rows
+from octile.ops.decode_step import FIELDS, TEMPERATURE, accepted_rows, continued_tokens, record_choices, text_rows
 from tests.kernels.triton.gpus import any_gpu
 
 pytestmark = [pytest.mark.usefixtures("gpu"), any_gpu]
@@ -18,12 +18,12 @@ def integers(below: int, *shape: int) -> Tensor:
 
 @SIZES
 def test_tokens_of_the_step_before_or_as_given(b: int, k: int):
-    numbers = integers(1000, 5 + k, b + 3)[:, :b]
+    numbers = integers(1000, FIELDS + k, b + 3)[:, :b]
     numbers[0] = integers(b + 2, b) - 2
-    numbers[4] = torch.linspace(0, 2, b, dtype=torch.float64).view(torch.int64)
+    numbers[TEMPERATURE] = torch.linspace(0, 2, b, dtype=torch.float64).view(torch.int64)
     given = numbers, integers(100, b, k) - 2, integers(k, b) + 1
-    for found, expected in zip(kernel.launch_continued(*given), continued_tokens(*given), strict=True):
-        assert torch.equal(found, expected)
+    found = kernel.launch_continued(*given, FIELDS, TEMPERATURE)
+    assert all(map(torch.equal, found, continued_tokens(*given)))
 
 
 @SIZES

@@ -245,13 +245,25 @@ def test_only_steps_with_requests_that_ask_for_them_compute_log_probabilities(en
     assert (runner.decode_steps, runner.scored_steps) == (38, 9)
 
 
-def test_alternatives_and_truncated_sampling_are_read_at_once(engine_of):
+def test_alternatives_are_read_at_once(engine_of):
     runner = FakeRunner(max_ahead=4)
-    for sampling in (Sampling(9, 1.0, top_p=0.9), Sampling(9, 1.0, top_k=3), Sampling(9, logprobs=1)):
-        engine = engine_of(runner)
-        engine.add([1, 2], sampling)
-        run(engine)
+    engine = engine_of(runner)
+    engine.add([1, 2], Sampling(9, logprobs=1))
+    run(engine)
     assert runner.decode_steps == 0
+
+
+@pytest.mark.parametrize("n_drafts", [0, 2])
+@pytest.mark.parametrize("limits", [{"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.2}], ids=str)
+def test_steps_of_truncated_sampling_are_launched_ahead(engine_of, limits, n_drafts):
+    runner = FakeRunner(max_ahead=4, n_drafts=n_drafts)
+    engine = engine_of(runner, n_drafts=n_drafts)
+    samplings = Sampling(20, 1.0, ignore_eos=True, **limits), Sampling(20, 1.0, ignore_eos=True)
+    requests = [engine.add([1, 2, i], sampling) for i, sampling in enumerate(samplings)]
+    run(engine)
+    assert engine.stats().steps_ahead > 0
+    expected = [runner.text_of(request.prompt, request.sampling) for request in requests]
+    assert [request.tokens[3:] for request in requests] == expected
 
 
 def test_steps_are_launched_ahead_while_the_first_that_waits_has_no_room(engine_of):
@@ -295,7 +307,7 @@ def test_a_sampling_field_that_no_decode_step_honors_keeps_its_request_from_runn
 def test_one_request_that_decode_steps_cannot_sample_keeps_the_batch_from_running_ahead(engine_of):
     engine = engine_of(FakeRunner(max_ahead=4))
     engine.add([1, 2], Sampling(20, 1.0, ignore_eos=True))
-    engine.add([3, 4], Sampling(20, 1.0, top_p=0.9, ignore_eos=True))
+    engine.add([3, 4], Sampling(20, 1.0, presence_penalty=0.5, ignore_eos=True))
     run(engine)
     assert engine.stats().steps_ahead == 0
 

@@ -10,7 +10,6 @@ from octile.serve.engine.request import (
     OF_LOGITS,
     OF_OPERATOR,
     OF_PROMPT,
-    OF_SAMPLES,
     OF_TEXT,
     RequestFactory,
     Sampling,
@@ -47,7 +46,7 @@ class WithTypicalP(Sampling):
 
 
 def test_every_field_is_honored_by_one_part():
-    honored = [*OF_OPERATOR, *OF_ENGINE, *OF_LOGITS, *OF_PROMPT, *OF_SAMPLES, *OF_TEXT]
+    honored = [*OF_OPERATOR, *OF_ENGINE, *OF_LOGITS, *OF_PROMPT, *OF_TEXT]
     assert sorted(honored) == sorted(f.name for f in fields(Sampling)) == sorted(OTHERS)
 
 
@@ -55,7 +54,6 @@ def test_every_field_is_honored_by_one_part():
 def test_only_fields_of_operator_and_engine_and_of_prompts_run_ahead(name):
     sampling = Sampling(**{"temperature": 1.0, name: OTHERS[name]})
     assert sampling.can_run_ahead == (name in OF_OPERATOR | OF_ENGINE | OF_PROMPT)
-    assert sampling.is_of_operator == (name in OF_OPERATOR | OF_ENGINE | OF_LOGITS | OF_PROMPT | OF_TEXT)
     assert sampling.changes_logits == (name in OF_TEXT)
 
 
@@ -63,17 +61,11 @@ def test_log_probabilities_of_chosen_tokens_run_ahead_and_those_of_others_do_not
     assert [Sampling(logprobs=n).can_run_ahead for n in (None, 0, 1)] == [True, True, False]
 
 
-@pytest.mark.parametrize("name", sorted(OF_SAMPLES))
-def test_truncation_has_no_effect_on_greedy_texts(name):
-    sampling = Sampling(**{name: OTHERS[name]})
-    assert (sampling.can_run_ahead, sampling.is_of_operator) == (True, True)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_field_that_nobody_honors_does_not_run_ahead(temperature):
     unset, given = WithTypicalP(temperature=temperature), WithTypicalP(temperature=temperature, typical_p=0.9)
-    assert (unset.can_run_ahead, unset.is_of_operator) == (True, True)
-    assert (given.can_run_ahead, given.is_of_operator) == (False, False)
+    assert unset.can_run_ahead
+    assert not given.can_run_ahead
 
 
 @pytest.mark.parametrize(

@@ -85,19 +85,10 @@ def test_of_equal_logits_top_k_leaves_the_first():
     assert set(draws(Sampling(temperature=1.0, top_k=2), torch.zeros(600)).tolist()) == {0, 1}
 
 
-@given(
-    st.integers(0, 2**31),
-    st.sampled_from([2.0, 8.0]),
-    st.sampled_from([0, 3, 9, 20]),
-    st.sampled_from([0.3, 0.9, 0.999, 1.0]),
-)
-def test_few_candidates_give_the_same_tokens_as_all(seed, scale, top_k, top_p):
-    logits = scale * torch.randn(6, 40, generator=torch.Generator().manual_seed(seed))
-    rows = [Row(Sampling(temperature=1.0, top_k=top_k, top_p=top_p), seed, i) for i in range(6)]
-    all_of_them = choose(logits, rows)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler, "CANDIDATES", 4)
-        assert choose(logits, rows).tolist() == all_of_them.tolist()
+def test_min_p_samples_from_tokens_of_its_share_of_the_most_likely_one():
+    tokens = draws(Sampling(temperature=1.0, min_p=0.2))  # 2 has 0.368 of the probability of 1, and 0 has 0.135
+    assert set(tokens.tolist()) == {1, 2}
+    assert chi_square(tokens - 1, LOGITS[1:3].softmax(-1)) < 10.8
 
 
 SAMPLINGS = st.builds(
@@ -105,6 +96,7 @@ SAMPLINGS = st.builds(
     temperature=st.sampled_from([0.0, 0.3, 1.0]),
     top_p=st.sampled_from([0.5, 1.0]),
     top_k=st.sampled_from([0, 7]),
+    min_p=st.sampled_from([0.0, 0.1]),
 )
 
 

@@ -25,7 +25,10 @@ from tests.serve.models import EXCHANGED_ROWS, adding, exchanges_on_cpu, new_mod
 from tests.serve.ranks.test_experts import FIRST, N_PAGES, THREE_LAYERS, spread
 from tests.worlds import Outcomes
 
-SAMPLINGS = [Sampling(3 + 3 * (i % 2), temperature=0.7 * (i % 2), seed=i, ignore_eos=True) for i in range(5)]
+SAMPLINGS = [
+    Sampling(3 + 3 * (i % 2), temperature=0.7 * (i % 2), top_p=0.5 if i == 3 else 1.0, seed=i, ignore_eos=True)
+    for i in range(5)
+]
 CONFIG = EngineConfig(max_batch=2, max_step_tokens=24, batch_invariant=True)
 TOKENIZER = Tokenizer.train(["one two three"], 258)
 

@@ -33,7 +33,10 @@ THREE_LAYERS = replace(CONFIG, num_hidden_layers=3)  # two of them with experts,
 FIRST = torch.tensor([[0, 1, 2, 3, 4, 0, 5, 6, 7, 0], [7, 1, 5, 3, 4, 2, 7, 6, 0, 7]])
 SECOND = torch.tensor([[6, 1, 2, 5, 7, 6, 5, 0, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7, 5, 2]])
 ALONE = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 5, 6], FIRST[1].tolist()])  # rank 0 alone has five experts of a layer
-SAMPLINGS = [Sampling(6, temperature=0.8, seed=1, ignore_eos=True), Sampling(9, seed=2, ignore_eos=True)]
+SAMPLINGS = [
+    Sampling(6, temperature=0.8, top_k=40, top_p=0.5, seed=1, ignore_eos=True),
+    Sampling(9, seed=2, ignore_eos=True),
+]
 
 
 def spread(fp8: bool = False, num_active: int | None = None) -> tuple[ServedWeights, ExpertParallelWeights]:

@@ -1,6 +1,8 @@
 """Tests of decode steps that continue each other: what they choose is what passes read by the host choose."""
 
 from array import array
+from dataclasses import replace
+from operator import ne
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +19,12 @@ from tests.serve.models import CONFIG, exact_model, new_model, text
 
 N_PAGES, LENGTHS, END = 12, (70, 5, 33), 200
 PAGES = [array("i", range(4 * i, 4 * i + 4)) for i in range(3)]
-HEATS = (0.0, 1.0, 0.7)
+SAMPLINGS = (Sampling(), Sampling(temperature=1.0), Sampling(temperature=0.7))
+TRUNCATED = (
+    Sampling(temperature=1.0, top_p=0.5),
+    Sampling(temperature=1.5, top_k=9, top_p=0.8),
+    Sampling(temperature=1.0, min_p=0.4),
+)
 
 
 def new_runner(n_drafts=0):
@@ -28,18 +35,18 @@ def new_runner(n_drafts=0):
     return runner, prompts
 
 
-def request(i, tokens, source=-1, end=END, position=None):
-    position = LENGTHS[i] - 1 if position is None else position
-    return DecodeRequest(source, position, end, i, HEATS[i], tokens, PAGES[i])
+def request(i, tokens, source=-1, end=END, position=None, samplings=SAMPLINGS):
+    position, s = LENGTHS[i] - 1 if position is None else position, samplings[i]
+    return DecodeRequest(source, position, end, i, s.top_k, s.temperature, s.top_p, s.min_p, tokens, PAGES[i])
 
 
-def chosen_by_host(runner, prompts, steps):
+def chosen_by_host(runner, prompts, steps, samplings=SAMPLINGS):
     """The tokens that `run` and the sampler choose, one after the other."""
     texts = [list(tokens) for tokens in prompts]
     for _ in range(steps):
         for i, tokens in enumerate(texts):
             logits = runner.run(Batch([Chunk(tokens[-1:], len(tokens) - 1, PAGES[i], 1)])).logits
-            tokens += choose(logits, [Row(Sampling(temperature=HEATS[i]), i, len(tokens))]).tolist()
+            tokens += choose(logits, [Row(samplings[i], i, len(tokens))]).tolist()
     return [tokens[len(prompt) :] for tokens, prompt in zip(texts, prompts, strict=True)]
 
 
@@ -51,6 +58,32 @@ def test_steps_choose_what_the_host_chooses():
         steps.append(runner.decode(continued))
     found = [[step.wait()[i].chosen[0] for step in steps] for i in range(3)]
     assert found == chosen_by_host(*new_runner(), 4)
+
+
+def test_steps_leave_out_the_tokens_that_the_host_leaves_out():
+    runner, prompts = new_runner()
+    steps = [runner.decode([request(i, tokens[-1:], samplings=TRUNCATED) for i, tokens in enumerate(prompts)])]
+    for n in range(5):
+        continued = [request(i, [], source=i, position=LENGTHS[i] - 1 + n, samplings=TRUNCATED) for i in range(3)]
+        steps.append(runner.decode(continued))
+    found = [[step.wait()[i].chosen[0] for step in steps] for i in range(3)]
+    assert found == chosen_by_host(*new_runner(), 6, TRUNCATED)
+    not_truncated = [Sampling(temperature=sampling.temperature) for sampling in TRUNCATED]
+    assert all(map(ne, found, chosen_by_host(*new_runner(), 6, not_truncated)))
+
+
+@pytest.mark.parametrize("i", range(3))
+def test_drafts_leave_out_the_tokens_that_the_host_leaves_out(i):
+    runner, prompts = new_runner(n_drafts=2)
+    decoded = runner.decode([request(i, prompts[i][-1:], samplings=TRUNCATED)]).wait()[0]
+    runner, prompts = new_runner(n_drafts=2)
+    results = runner.run(Batch([Chunk(prompts[i][-1:], LENGTHS[i] - 1, PAGES[i], 1)]))
+    tokens = choose(results.logits, [Row(TRUNCATED[i], i, LENGTHS[i])]).tolist()
+    assert decoded.chosen[:1] == tokens
+    for n in range(2):
+        results = runner.draft(Batch([Chunk(tokens[-1:], LENGTHS[i] - 1 + n, PAGES[i], 1)]), results.hidden)
+        tokens += choose(results.logits, [Row(TRUNCATED[i], i, LENGTHS[i] + 1 + n)]).tolist()
+    assert decoded.drafts == tokens[1:]
 
 
 def assert_equal_bits(found, expected):
@@ -79,7 +112,7 @@ def test_log_probabilities_have_the_bits_of_those_that_the_host_asks_for(monkeyp
     for n, step in enumerate(steps):
         logits = runners[1].run(Batch([Chunk(t[-1:], len(t) - 1, PAGES[i], 1) for i, t in enumerate(texts)])).logits
         results = step.wait()
-        rows = [Row(Sampling(temperature=HEATS[i], logprobs=0), i, len(tokens)) for i, tokens in enumerate(texts)]
+        rows = [Row(replace(SAMPLINGS[i], logprobs=0), i, len(tokens)) for i, tokens in enumerate(texts)]
         chosen = choose(logits, rows).tolist()
         assert [decoded.chosen for decoded in results] == [[token] for token in chosen]
         if n == 2:

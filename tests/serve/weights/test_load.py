@@ -56,7 +56,7 @@ def test_the_logits_of_graphs():
     weights = SimpleNamespace(config=CONFIG)
     logits = CONFIG.vocab_size * 256
     assert ModelRunner.bytes_of_graphs(weights, 256, 0, 512) == (2 * 4 + 2 + 4) * logits
-    assert ModelRunner.bytes_of_graphs(weights, 256, 3, 512) == (2 * 2 * 4 + 2) * 4 * logits  # four rows a request
+    assert ModelRunner.bytes_of_graphs(weights, 256, 3, 512) == (2 * 2 * 4 + 2 + 4) * 4 * logits  # four rows a request
 
 
 def test_the_logits_of_graphs_with_indexers():
