@@ -15,9 +15,13 @@ Shapes: V tokens of the model's vocabulary.
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from decimal import Decimal
+from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -32,15 +36,31 @@ if TYPE_CHECKING:
 MAX_COMPILED = 128  # grammars that are kept
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}  # the schema of every JSON object
 WORD = 32  # bits of a mask's word
+BLANKS = r"(\n[ \t]{0,32}| )?"  # between two parts of JSON: those of pretty-printed JSON, and not any number of them
+MAX_MULTIPLE = 100_000  # a parser has a state for each remainder: 70 MB and 0.6 s
+MULTIPLE_OF = re.compile(r"""multipleOf\\*"\s*:\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)""")
+ESCAPED = re.compile(r"\\+u([0-9a-fA-F]{4})")
+NO_FORCING = '%llguidance {"no_forcing": true}\n'
 
 
 def json_schema(schema: Mapping[str, Any] | str) -> str:
-    """Return the grammar of the JSON texts that a schema allows.
+    """Return the grammar of the JSON texts that a schema allows, with the blanks of pretty-printed JSON.
 
     Raises:
         ValueError: it is no JSON object.
     """
-    return _made("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+    value = json.loads(schema) if isinstance(schema, str) else schema
+    if not isinstance(value, Mapping):
+        raise ValueError(f"the schema must be an object, not {json.dumps(value)[:60]}")
+    return _made("json_schema", json.dumps(with_blanks(value)))
+
+
+def with_blanks(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema that says which blanks its JSON has, unless it does so itself.
+
+    A model that may write any number of blanks can go on with them to its limit of tokens.
+    """
+    return {"x-guidance": {"whitespace_pattern": BLANKS}, **schema}
 
 
 def regex(pattern: str) -> str:
@@ -133,7 +153,6 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_tokens: Collection[int]):
         self._tokenizer, self._vocab_size, self._end_tokens = tokenizer, vocab_size, sorted(end_tokens)
-        self._vocabulary: llguidance.LLTokenizer | None = None
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
         self._lock = Lock()
         self._threads = ThreadPoolExecutor(1, "grammars")
@@ -152,20 +171,29 @@ class GrammarCompiler:
             GrammarError: it cannot be compiled; the message says why.
             ImportError: llguidance is not installed.
         """
+        with self._lock:
+            found = self._compiled.get(grammar)
+        if found is None:  # others need not wait for it
+            found = self._compile(grammar)
+        with self._lock:
+            self._compiled[grammar] = found
+            self._compiled.move_to_end(grammar)
+            while len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+            return Matcher(found.deep_copy(), self._vocab_size)
+
+    def _compile(self, grammar: str) -> llguidance.LLMatcher:
         require("llguidance", extra="serve")
         import llguidance
 
-        with self._lock:
-            found = self._compiled.get(grammar)
-            if found is None:
-                found = llguidance.LLMatcher(self._read_vocabulary(), grammar, log_level=0)
-                if found.is_error():
-                    raise GrammarError(_in_one_line(found.get_error()))
-                self._compiled[grammar] = found
-                while len(self._compiled) > MAX_COMPILED:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end(grammar)
-            return Matcher(found.deep_copy(), self._vocab_size)
+        decoded = ESCAPED.sub(lambda match: chr(int(match[1], 16)), grammar)
+        _check_multiples(decoded)
+        if any(name in decoded for name in self._special_names):
+            grammar = _without_forcing(grammar)
+        found = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
+        if found.is_error():
+            raise GrammarError(_in_one_line(found.get_error()))
+        return found
 
     def special_token(self, text: str) -> int | None:
         """Return the token that has a text and can come nowhere in other text; None if there is none.
@@ -177,19 +205,59 @@ class GrammarCompiler:
         """
         require("llguidance", extra="serve")
         token = self._tokenizer.backend.token_to_id(text)
-        with self._lock:
-            is_special = token is not None and self._read_vocabulary().is_special_token(token)
-        return token if is_special else None
+        return token if token is not None and self._vocabulary.is_special_token(token) else None
 
-    def _read_vocabulary(self) -> llguidance.LLTokenizer:
-        """Return the vocabulary, which is read once; the caller holds the lock."""
+    @cached_property
+    def _vocabulary(self) -> llguidance.LLTokenizer:
         import llguidance
 
-        if self._vocabulary is None:
-            backend = self._tokenizer.backend.to_str()
-            self._vocabulary = llguidance.LLTokenizer(backend, self._vocab_size, self._end_tokens)
-        return self._vocabulary
+        return llguidance.LLTokenizer(self._tokenizer.backend.to_str(), self._vocab_size, self._end_tokens)
+
+    @cached_property
+    def _special_names(self) -> list[str]:
+        """The texts of special tokens, as `special_token` has them."""
+        added = self._tokenizer.backend.get_added_tokens_decoder()
+        return [token.content for i, token in added.items() if self._vocabulary.is_special_token(i)]
 
     def close(self) -> None:
         """End the thread."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _check_multiples(grammar: str) -> None:
+    """Refuse multiples for which a parser would have too many states; those of several schemas may be combined.
+
+    Raises:
+        GrammarError: it has some.
+    """
+    if math.lcm(*map(_digits, MULTIPLE_OF.findall(grammar))) > MAX_MULTIPLE:
+        what = "the least common multiple of all multipleOf, without their points,"
+        raise GrammarError(f"{what} must be at most {MAX_MULTIPLE}")
+
+
+def _digits(number: str) -> int:
+    """A decimal number without its point and the zeros behind it, as 1.50 is 15; too much if it is no number."""
+    try:
+        _, digits, exponent = Decimal(number).normalize().as_tuple()
+    except ArithmeticError:
+        return MAX_MULTIPLE + 1
+    shift = max(int(exponent), 0)
+    if len(digits) + shift > len(str(MAX_MULTIPLE)):
+        return MAX_MULTIPLE + 1
+    return int("".join(map(str, digits))) * 10**shift or 1
+
+
+def _without_forcing(grammar: str) -> str:
+    """Return a grammar that does not force the tokens of a text with one spelling.
+
+    Where only one text can follow, llguidance allows its usual tokens alone. If the text spells a special token that is
+    this token, which then is none of the text.
+    """
+    if not grammar.lstrip().startswith("{"):
+        return NO_FORCING + grammar
+    first, *others = json.loads(grammar)["grammars"]
+    if first.get("lark_grammar"):
+        first["lark_grammar"] = NO_FORCING + first["lark_grammar"]
+        return json.dumps({"grammars": [first, *others]})
+    outer = {"lark_grammar": f"{NO_FORCING}start: @content"}
+    return json.dumps({"grammars": [outer, {**first, "name": "content"}, *others]})

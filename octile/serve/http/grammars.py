@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from octile.serve.engine.grammar import GrammarCompiler, json_schema
+from octile.serve.engine.grammar import GrammarCompiler, GrammarError, json_schema
 from octile.serve.http.chat import Prompt
 from octile.serve.http.message_grammar import CalledFunction, Calls, message_grammar
 from octile.serve.http.protocol import ChatBody, Function, Generation
@@ -32,7 +33,11 @@ class Grammars:
             ApiError: 400, there is none such.
         """
         field = body.format_field
-        return self._compile(field, lambda: getattr(body, field).grammar)
+        with _named(field):
+            grammar: str = getattr(body, field).grammar
+            if grammar:
+                self._compiler.compile(grammar)
+        return grammar
 
     def of_message(self, body: ChatBody, prompt: Prompt, form: CallFormat | None) -> str:
         """Return the grammar of a chat's message whose format is given, or whose calls must follow schemas.
@@ -47,15 +52,25 @@ class Grammars:
         Raises:
             ApiError: 400, there is none such.
         """
-        content, calls = self.of_text(body) if body.format_field else "", None
+        field, content, calls = body.format_field, "", None
+        if field:
+            with _named(field):
+                content = getattr(body, field).grammar
         if form is not None and (content or body.has_bound_calls):
-            called = [self._called(i, function, body.must_call) for i, function in body.callable_functions.items()]
+            called = [_called(i, function, body.must_call) for i, function in body.callable_functions.items()]
             is_parallel = body.parallel_tool_calls is not False and body.chosen_function is None
             calls = Calls(form, called, body.must_call, is_parallel)
         if calls is None and not content:
             return ""
         grammar = message_grammar(content, calls, self._thought(body, prompt), self._compiler.special_token)
-        return self._compile("tools", lambda: grammar)
+        with _named(field or "tools"):
+            try:
+                self._compiler.compile(grammar)
+            except GrammarError:
+                if calls is not None:
+                    self._check_parameters(body)
+                raise
+        return grammar
 
     def _thought(self, body: ChatBody, prompt: Prompt) -> Thought:
         """Whether a thought comes before the content and the calls. Where it is not divided, it is content."""
@@ -67,22 +82,28 @@ class Grammars:
             raise ApiError(400, f"{field} cannot be followed: {why}", field)
         return Thought.BEGUN if prompt.thought is Thought.BEGUN else Thought.NONE
 
-    def _called(self, number: int, function: Function, is_needed: bool) -> CalledFunction:
-        """A function as the grammar has it: any arguments, unless they must follow their schema."""
-        if not (is_needed or function.strict):
-            return CalledFunction(function.name)
-        schema, field = function.schema_of_arguments, f"tools.{number}.function.parameters"
-        if schema["type"] != "object":
-            raise ApiError(400, f"{field} must have the type 'object', not {quoted(schema['type'])}", field)
-        self._compile(field, lambda: json_schema(schema))
-        return CalledFunction(function.name, schema)
+    def _check_parameters(self, body: ChatBody) -> None:
+        """Raise ApiError, 400, for the first function whose arguments cannot be made to follow their schema."""
+        for i, function in body.callable_functions.items():
+            if body.must_call or function.strict:
+                with _named(f"tools.{i}.function.parameters"):
+                    self._compiler.compile(json_schema(function.schema_of_arguments))
 
-    def _compile(self, field: str, make: Callable[[], str]) -> str:
-        """Return the grammar that a field asks for; raise ApiError, 400, if it cannot be made or compiled."""
-        try:
-            grammar = make()
-            if grammar:
-                self._compiler.compile(grammar)
-        except (ValueError, ImportError) as error:
-            raise ApiError(400, f"{field} cannot be followed: {error}", field) from None
-        return grammar
+
+@contextmanager
+def _named(field: str) -> Iterator[None]:
+    """Raise ApiError, 400, for a field whose grammar cannot be made or compiled."""
+    try:
+        yield
+    except (ValueError, ImportError) as error:
+        raise ApiError(400, f"{field} cannot be followed: {error}", field) from None
+
+
+def _called(number: int, function: Function, is_needed: bool) -> CalledFunction:
+    """A function as the grammar has it: any arguments, unless they must follow their schema."""
+    if not (is_needed or function.strict):
+        return CalledFunction(function.name)
+    schema, field = function.schema_of_arguments, f"tools.{number}.function.parameters"
+    if schema["type"] != "object":
+        raise ApiError(400, f"{field} must have the type 'object', not {quoted(schema['type'])}", field)
+    return CalledFunction(function.name, schema)

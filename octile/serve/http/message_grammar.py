@@ -2,8 +2,8 @@
 
     start: TEXT </think> (@content | <calls> call+ </calls>)
 
-A tag that is a special token of the tokenizer is that token, which no other text has. Other tags are text; the first
-one ends the thought, or begins the calls.
+A tag that is a special token of the tokenizer is that token; text that spells it with other tokens is text. Other tags
+are text; the first one ends the thought, or begins the calls.
 
 Source: https://github.com/guidance-ai/llguidance, docs/syntax.md, "Special tokens" and "Lazy lexemes".
 """
@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from octile.serve.engine.grammar import ANY_OBJECT
+from octile.serve.engine.grammar import ANY_OBJECT, with_blanks
 from octile.serve.http.reasoning import BEGIN, END, Thought
 from octile.serve.http.tools.parser import CallFormat
 
@@ -123,9 +123,10 @@ def _calls(calls: Calls, tags: _Tags) -> tuple[str, list[str]]:
     form = calls.form
     rules = list[str]()
     for i, function in enumerate(calls.functions):
-        pieces = [form.call_begin, *form.before_name, function.name, *form.before_arguments]
-        written = [tags.written(piece) for piece in pieces]
-        schema = f"%json {json.dumps(function.parameters)}"
+        before = [tags.written(piece) for piece in (form.call_begin, *form.before_name)]
+        between = [tags.written(piece) for piece in form.before_arguments]
+        written = [*before, json.dumps(function.name), *between]
+        schema = f"%json {json.dumps(with_blanks(function.parameters))}"
         after = [tags.written(piece) for piece in (*form.after_arguments, form.call_end)]
         rules.append(f"call_{i}: {' '.join([*written, schema, *after])}")
     rules.append(f"call: {' | '.join(f'call_{i}' for i in range(len(calls.functions)))}")

@@ -85,7 +85,10 @@ class Metrics(Observer):
             accept: the formats that the reader takes, as HTTP has them. OpenMetrics has request ids, too: those of one
                 request in each bucket of the times to the first and to the last token.
         """
-        encode, content_type = choose_encoder(accept)
+        try:
+            encode, content_type = choose_encoder(accept)
+        except (TypeError, ValueError):  # its version is none
+            encode, content_type = choose_encoder("")
         return encode(self._registry), content_type
 
     def collect(self) -> Iterator[Metric]:

@@ -31,6 +31,7 @@ MAX_NAME = 60  # characters of an unknown field that an error repeats
 MAX_CHOICES = 128  # OpenAI's limit of n
 MAX_TEXTS = 1024  # of structured_outputs.choice
 MAX_PROMPTS = MAX_MESSAGES = MAX_PARTS = MAX_TOOLS = 2048
+FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")  # OpenAI's rule, with points and up to 64 characters more
 MAX_STOPS = 16  # fewer than Sampling's, which also has those of the chat template
 NEEDED = {  # what pydantic would describe one member of the union after the other
     "prompt": "a text, a list of texts, a list of tokens (whole numbers from 0), or a list of lists of tokens, "
@@ -38,7 +39,7 @@ NEEDED = {  # what pydantic would describe one member of the union after the oth
     "bad_words": "a list of texts, none of them empty",
     "stop": f"a text, or a list of at most {MAX_STOPS} texts, none of them empty",
     "tool_choice": '\'none\', \'auto\', \'required\', or {"type": "function", "function": {"name": NAME}}',
-    "content": f"a text, or a list of parts of type text, at most {MAX_PARTS}",
+    "content": f"a text, or a list of parts that are text, at most {MAX_PARTS}",
 }
 
 WORDING = {  # pydantic's name of an error: what the field must be
@@ -426,6 +427,13 @@ class Function(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_a_name(self) -> Self:
+        if not FUNCTION_NAME.fullmatch(self.name):
+            rule = "at most 128 letters from A to Z, digits, _, - and ."
+            raise ValueError(f"name must have {rule}, not {quoted(self.name)}")
+        return self
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:

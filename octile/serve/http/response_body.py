@@ -62,6 +62,8 @@ Content = str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=
 class Item(Body):
     """What all items have that were a part of an earlier answer."""
 
+    neutral = {"async": (), "async_": (), "caller": (), "namespace": ()}  # noqa: RUF012 - of OpenAI's tools, null here
+
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
@@ -165,7 +167,7 @@ class Reasoning(Body):
     """How the model thinks. It writes no summary of it: the thought itself is in the response."""
 
     effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
-    summary: Literal["auto"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: None = None
 
 

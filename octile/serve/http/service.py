@@ -253,8 +253,9 @@ class Service:
         given = self._defaults, self._bad_words(body), grammar
         requests = list[Request]()
         for prompt in prompts:
-            wanted = 16 if body.max_tokens is None else max(body.max_tokens, 1)
-            new_tokens = self._new_tokens(prompt, wanted, "max_tokens")
+            if body.max_tokens == 0:
+                self._new_tokens(prompt, None, "prompt")
+            new_tokens = 1 if body.max_tokens == 0 else self._new_tokens(prompt, body.max_tokens or 16, "max_tokens")
             choices = [body.sampling(new_tokens, body.logprobs, i, *given) for i in range(body.n or 1)]
             requests += self._requests(prompt, choices)
         echo = None
@@ -283,8 +284,9 @@ class Service:
         form = self._call_format(body)
         rendered = self.render(body, lambda text: self._check_length(text, "messages"))
         prompt = rendered.tokens
-        name = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
-        new_tokens = self._new_tokens(prompt, body.max_completion_tokens or body.max_tokens, name)
+        wanted = body.max_completion_tokens or body.max_tokens
+        name = "max_completion_tokens" if body.max_completion_tokens else "max_tokens" if wanted else "messages"
+        new_tokens = self._new_tokens(prompt, wanted, name)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         is_bound = body.format_field or body.has_bound_calls
         grammar = self._grammars.of_message(body, rendered, form) if is_bound else ""
@@ -351,7 +353,7 @@ class Service:
         limit, rest = self.limits.new_tokens or self.context, self.context - len(prompt)
         if rest < (wanted or 1):
             asked = f"{name} is {wanted}" if wanted else "at least one new token is needed"
-            raise self._too_long(f"{format_count(len(prompt), 'token')} and {asked}", name if wanted else "messages")
+            raise self._too_long(f"{format_count(len(prompt), 'token')} and {asked}", name)
         if wanted is not None and wanted > limit:
             raise ApiError(400, f"{name} must be at most {limit}, the limit of this server, not {wanted}", name)
         return min(limit, rest) if wanted is None else wanted

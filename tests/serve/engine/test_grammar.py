@@ -16,6 +16,7 @@ from octile.serve.engine.grammar import GrammarCompiler, GrammarError, choice, c
 from octile.serve.engine.request import FinishReason, Sampling
 from tests.serve.engine.test_engine import run
 from tests.serve.fake_runner import FakeRunner
+from tests.serve.http.templates import with_tokens
 
 SCHEMA = {
     "type": "object",
@@ -96,8 +97,95 @@ def test_a_text_of_a_grammar_is_the_same_alone_and_next_to_others(tokenizer, n_d
 def test_a_text_that_is_cut_says_so(tokenizer):
     ((text, reason),) = texts(tokenizer, [Sampling(5, 1.0, seed=1, grammar=json_schema(SCHEMA))])
     assert reason == FinishReason.LENGTH
-    with pytest.raises(ValueError, match=r"line 1 column"):
+    with pytest.raises(json.JSONDecodeError):
         json.loads(text)
+
+
+BLANKS = [
+    ('{"a":[1,2]}', True),
+    ('{"a": [1, 2]}', True),
+    ('{\n    "a": [\n        1,\n        2\n    ]\n}', True),
+    ('{\n\t"a": []\n}', True),
+    ('{  "a": []}', False),
+    ('{\n\n"a": []}', False),
+]
+
+
+@pytest.mark.parametrize(("written", "is_allowed"), BLANKS)
+def test_json_has_the_blanks_of_pretty_printed_json(compiler, tokenizer, written, is_allowed):
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}}
+    matcher = compiler.compile(json_schema(schema))
+    assert takes(matcher, tokenizer.encode(written)) == is_allowed
+
+
+def takes(matcher, tokens) -> bool:
+    """Whether a matcher takes all tokens, as the masks say."""
+    for token in tokens:
+        if token not in allowed(matcher.masks()[0]):
+            return False
+        matcher.consume(token)
+    return True
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        choice(["a<think>b"]),
+        regex("a<think>b"),
+        json_schema({"const": "a<think>b"}),
+        context_free('start: "a<think>b"'),
+        context_free('start: %json {"const": "a\\u003cthink>b"}'),
+    ],
+    ids=["choice", "regex", "JSON", "Lark", "escaped"],
+)
+def test_text_that_spells_a_special_token_is_text(tokenizer, grammar):
+    spelled = with_tokens(tokenizer)
+    matcher = GrammarCompiler(spelled, spelled.vocab_size, [spelled.end]).compile(grammar)
+    quote = '"' * ("const" in grammar)
+    tokens = [token for part in (f"{quote}a<th", f"ink>b{quote}") for token in spelled.encode(part)]
+    assert takes(matcher, tokens)
+
+
+@pytest.mark.parametrize("multiple", [0.01, 0.25, 5, 1.0, 1e-7, 99_999, 1.5e3])
+def test_common_multiples_are_followed(compiler, multiple):
+    assert compiler.compile(json_schema({"type": "number", "multipleOf": multiple}))
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        json_schema({"multipleOf": 100_003}),
+        json_schema({"multipleOf": 1e300}),
+        json_schema({"multipleOf": 0.12345678}),
+        json_schema({"properties": {"a": {"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}}}),
+        context_free('start: %json {"multiple\\u004ff": 99999989}'),
+    ],
+    ids=["integer", "exponent", "digits", "together", "escaped"],
+)
+def test_multiples_that_take_too_much_memory_are_refused(compiler, grammar):
+    with pytest.raises(
+        GrammarError, match=r"the least common multiple of all multipleOf, without their points, must be"
+    ):
+        compiler.compile(grammar)
+
+
+def test_a_grammar_that_is_compiled_does_not_wait_for_another(compiler, monkeypatch):
+    compiler.compile(choice(["a"]))
+    has_begun, may_end = Event(), Event()
+    right = GrammarCompiler._compile
+
+    def wait_and_compile(self, grammar):
+        has_begun.set()
+        may_end.wait(30)
+        return right(self, grammar)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", wait_and_compile)
+    slow = compiler.start(choice(["b"]))
+    has_begun.wait(30)
+    assert compiler.compile(choice(["a"]))
+    assert not slow.done()
+    may_end.set()
+    assert slow.result()
 
 
 def test_a_text_ends_with_its_grammar_where_end_tokens_are_ignored(tokenizer):

@@ -266,10 +266,12 @@ def test_with_a_format_and_tools_the_answer_is_one_of_them(chat, likely):
         ({"tools": [{"type": "function", "function": {"name": "a", "strict": True, "parameters": {
             "properties": {"x": {"type": "fruit"}}}}}]},
          "tools.0.function.parameters", "tools.0.function.parameters cannot be followed: "),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name",
+         "tools.0.function.name must have at most 128 letters from A to Z, digits, _, - and ., not 'a b'"),
         ({"tool_choice": "required", "tools": [STOP], "extra_body": {"min_tokens": 3}}, "min_tokens",
          "min_tokens must be 0 for a text that follows a grammar, not 3"),
     ],
-    ids=["no tools", "no such function", "no object", "no schema", "min_tokens"],
+    ids=["no tools", "no such function", "no object", "no schema", "no name", "min_tokens"],
 )  # fmt: skip
 def test_calls_that_cannot_be_made_are_refused(chat, fields, param, message):
     with pytest.raises(openai.BadRequestError) as caught:

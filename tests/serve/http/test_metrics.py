@@ -99,6 +99,11 @@ def test_experts_that_are_not_counted_have_no_gauge():
     assert b"expert_tokens" not in content
 
 
+def test_a_format_of_no_version_is_the_plain_one(served):
+    answer = httpx.get(f"{served.url}/metrics", headers={"Accept": "application/openmetrics-text; version=abc"})
+    assert (answer.status_code, answer.headers["content-type"].partition(";")[0]) == (200, "text/plain")
+
+
 def test_openmetrics_have_the_ids_of_requests(serve):
     served = serve()
     body = {"model": "micro", "prompt": [5], "max_tokens": 2}

@@ -53,7 +53,7 @@ def chat(**fields) -> tuple[type, dict]:
         (chat(messages=user(content="a") * MANY), "messages must be a list of at most 2048, not a list of 5000 items"),
         (chat(messages=user(content="a", **UNKNOWN)), "messages.0.field0 is unknown, or not supported here"),
         (chat(messages=user(content=[{}] * MANY)), "messages.0.content must be a text, or a list of parts"),
-        (chat(messages=user(content=[TEXT] * MANY)), "a list of parts of type text, at most 2048"),
+        (chat(messages=user(content=[TEXT] * MANY)), "a list of parts that are text, at most 2048"),
         (chat(messages=user(content=[{**TEXT, **UNKNOWN}])), "messages.0.content must be a text, or a list of parts"),
         (chat(response_format={"type": "text", **UNKNOWN}), "response_format.field0 is unknown, or not supported here"),
     ],

@@ -202,8 +202,9 @@ def test_an_answer_can_be_sent_back(respond):
         for item in first.output
         if item.type == "function_call"
     ]
-    answer = respond(["Three."], tools=[TOOL], input=[{"role": "user", "content": "a"}, *first.output, *results])
-    assert answer.output_text == "Three."
+    for output in (first.output, [item.model_dump() for item in first.output]):
+        answer = respond(["Three."], tools=[TOOL], input=[{"role": "user", "content": "a"}, *output, *results])
+        assert answer.output_text == "Three."
 
 
 def test_a_response_repeats_its_settings(respond):
@@ -235,7 +236,7 @@ def test_a_response_repeats_its_tools(respond):
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0.type",
          "input.0.type must be 'message', 'reasoning', 'function_call', 'function_call_output', not 'item_reference'"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]},
-         "input.0.content", "input.0.content must be a text, or a list of parts of type text"),
+         "input.0.content", "input.0.content must be a text, or a list of parts that are text"),
         ({"input": [{"role": "user"}]}, "input.0.content", "input.0.content is missing"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "tools.0.type must be 'function', not 'web_search'"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "go"}}, "tool_choice",
@@ -247,7 +248,8 @@ def test_a_response_repeats_its_tools(respond):
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema",
          "text.format.schema must be given"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort", "reasoning.effort must be 'none' for this model"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "reasoning.summary must be 'auto', not"),
+        ({"reasoning": {"summary": "long"}}, "reasoning.summary",
+         "reasoning.summary must be 'auto', 'concise' or 'detailed', not 'long'"),
         ({"max_output_tokens": 10**6}, "max_output_tokens",
          "the prompt has 5 tokens and max_output_tokens is 1000000: together they must not exceed"),
         ({"top_logprobs": 2}, "top_logprobs", "top_logprobs needs include message.output_text.logprobs"),
@@ -270,7 +272,7 @@ def test_what_is_not_supported_is_refused(respond, fields, param, message):
     "fields",
     [
         {"store": False}, {"background": False}, {"truncation": "disabled"}, {"include": []}, {"tools": []},
-        {"include": ["reasoning.encrypted_content"]}, {"reasoning": {"summary": "auto"}}, {"service_tier": "auto"},
+        {"include": ["reasoning.encrypted_content"]}, {"reasoning": {"summary": "detailed"}}, {"service_tier": "auto"},
         {"reasoning": {"effort": "none"}}, {"text": {"format": {"type": "text"}, "verbosity": "medium"}},
         {"extra_body": {"seed": 1, "top_k": 1, "ignore_eos": False, "stop": ["x"]}},
         {"extra_body": {"stream_options": {"include_obfuscation": False}}},
