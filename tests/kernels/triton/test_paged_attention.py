@@ -21,7 +21,7 @@ def queries(heads: int, width: int, dtype: torch.dtype = torch.float32) -> Tenso
     return torch.randn(5, heads, width, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize("sizes", [(3, 40, 8), (16, 96, 32), (40, 136, 6)], ids=str)
 @every_cache
 @pytest.mark.parametrize("n_splits", [1, 3, 0])
@@ -43,7 +43,7 @@ def test_the_weights_of_bf16_queries_are_rounded_once():
     assert ((found - expected).abs() <= 2**-9 * largest + 2**-7 * expected.abs()).all()
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @every_cache
 @pytest.mark.parametrize("part", [64, 128, 256])
 def test_parts_of_rows_have_the_references_values(cache_dtype: torch.dtype, part: int):
@@ -54,7 +54,7 @@ def test_parts_of_rows_have_the_references_values(cache_dtype: torch.dtype, part
     )
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.usefixtures("new_memory_is_nan")
 @every_cache
 @pytest.mark.parametrize("part", [64, 128])
@@ -72,7 +72,7 @@ def test_a_row_of_parts_does_not_depend_on_other_rows(
         assert torch.equal(alone[0], together[row])
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.usefixtures("new_memory_is_nan")
 @pytest.mark.parametrize("gpu", EVERY_GPU, indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -112,7 +112,7 @@ def put_nan(cache: Tensor, page: int, place: int, c: int) -> None:
         cache[page, place, c - 1] = torch.nan
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.usefixtures("new_memory_is_nan")
 @every_cache
 @pytest.mark.parametrize(("n_splits", "position"), [(1, 100), (2, 0), (4, 100), (7, 199)])

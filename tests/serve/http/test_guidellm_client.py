@@ -14,15 +14,9 @@ def options(**values) -> list[str]:
     return [part for name, value in values.items() for part in (f"--{name}", json.dumps(value))]
 
 
-@pytest.mark.parametrize(
-    ("path", "stream"),
-    [
-        ("/v1/chat/completions", True),
-        pytest.param("/v1/chat/completions", False, marks=pytest.mark.exhaustive),
-        pytest.param("/v1/completions", True, marks=pytest.mark.exhaustive),
-        pytest.param("/v1/completions", False, marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.exhaustive  # it takes seconds to start; what it needs besides OpenAI's client is tested in test_usage.py
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_its_requests_are_answered_with_the_tokens_that_they_ask_for(served, folder, tmp_path, path, stream):
     report = tmp_path / "report.json"
     given = options(

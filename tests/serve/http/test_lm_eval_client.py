@@ -99,7 +99,14 @@ def evaluate(folder, tmp_path, monkeypatch):
     return evaluated
 
 
-@pytest.mark.parametrize("options", [{}, {"num_concurrent": 3}, {"batch_size": 2}], ids=["one", "concurrent", "batch"])
+def ways(**options: dict) -> pytest.MarkDecorator:
+    """Ways in which lm-eval asks; all but the first are exhaustive."""
+    marks = [[], *[pytest.mark.exhaustive] * (len(options) - 1)]
+    cases = zip(options.items(), marks, strict=True)
+    return pytest.mark.parametrize("options", [pytest.param(how, id=name, marks=mark) for (name, how), mark in cases])
+
+
+@ways(one={}, concurrent={"num_concurrent": 3}, batch={"batch_size": 2})
 def test_generated_answers_are_scored(served, evaluate, options):
     """The engine repeats the prompt."""
     questions = [{"question": f"f{i}(x):", "answer": f"f{i}(x" if i else "g"} for i in range(4)]
@@ -107,11 +114,7 @@ def test_generated_answers_are_scored(served, evaluate, options):
     assert results["exact_match,none"] == 0.75
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"num_concurrent": 3}, {"batch_size": 3}, {"tokenized_requests": False}],
-    ids=["one", "concurrent", "batch", "texts"],
-)
+@ways(one={}, concurrent={"num_concurrent": 3}, batch={"batch_size": 3}, texts={"tokenized_requests": False})
 def test_choices_have_the_log_likelihoods_of_the_model(of_model, log_probs, tokenizer, evaluate, options):
     questions = [{"question": f"def f{i}(x):", "choices": CHOICES, "answer": 1} for i in (2, 4, 18, 31)]
     results, samples = evaluate(of_model, CHOSEN, questions, **options)

@@ -139,11 +139,12 @@ SMALL_CACHE = "--cache.gib", "0.0005", "--engine.max-batch", "16"
     "options",
     [
         ("--engine.n-drafts", "2"),
-        pytest.param((), marks=pytest.mark.exhaustive),
-        pytest.param(("--processes.prefill", "1", "--processes.decode", "1"), marks=pytest.mark.exhaustive),
+        (),
+        ("--processes.prefill", "1", "--processes.decode", "1"),
     ],
     ids=["drafts", "no drafts", "prefill and decode processes"],
 )
+@pytest.mark.exhaustive  # the load of the engine with random logits finds the same, but for the model
 def test_answers_of_a_model_under_mixed_load_are_those_alone(load_of_model, command, options):
     asked, alone = load_of_model
     url = command(*SMALL_CACHE, *options)

@@ -52,6 +52,7 @@ def test_a_setting_of_the_server_alone_has_no_engine(vllm, micro_folder):
     assert {who for _, who in by_peer(list(rows))} == {None}
 
 
+@pytest.mark.exhaustive  # two servers start
 def test_servers_get_the_same_traffic(vllm, micro_folder, monkeypatch):
     def popen(command, **options) -> ForkedCommand:
         assert command[:3] == [sys.executable, "-m", "octile"]

@@ -33,7 +33,7 @@ def _steps(x: Tensor, steps: Tensor | int) -> Tensor:
     return (x.view(torch.int32) + steps).view(torch.float32)
 
 
-@pytest.mark.parametrize("binade", [1.0, 0.5])
+@pytest.mark.parametrize("binade", [1.0, pytest.param(0.5, marks=pytest.mark.exhaustive)])
 def test_quotients_nearly_halfway_between_two_values(binade: float):
     halfway = torch.arange(1 << SIGNIFICANT - 1, (1 << SIGNIFICANT) + 1) * 2.0 ** (1 - SIGNIFICANT)
     beside = torch.arange(-NEAR, NEAR + 1, dtype=torch.int32)
