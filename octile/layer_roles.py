@@ -2,7 +2,8 @@
 
 DeepSeek-V3 computes its embedding, output head, gates, norms and MTP projection in high precision; the same roles have
 other names in other models.  Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.1; the weights published with DeepSeek-V3.2,
-Llama, Qwen, Mixtral, GLM, OLMoE, Phi, Gemma, GPT-NeoX, BERT and T5; LoRA's names in peft.
+Llama, Qwen, Mixtral, GLM, OLMoE, Phi, Gemma, GPT-NeoX, BERT and T5; LoRA's names in peft.  vLLM has no blockwise FP8
+for the gates of GatedDeltaNet and for Llama-4's encoder of images; Mistral publishes its encoders in high precision.
 """
 
 import re
@@ -14,9 +15,14 @@ from functools import lru_cache
 KEPT = "left out by keep"
 NUMBER = re.compile(r"\d+")  # of a layer or an expert, in a name; no role depends on it
 HEAD = "output head"
-# A module of transformers that is a linear layer with the weight [K, N], and the models that have it.
+# A module of transformers that is a linear layer with the weight [K, N].
 CONV1D = "Conv1D (a weight that is stored transposed)"
-MODELS_WITH_CONV1D = ("clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt")
+FALCON_LINEAR = "FalconLinear (a subclass of nn.Linear)"  # of which transformers makes no FP8 layer
+# Type of a model → its linear layers, where neither octile nor transformers makes FP8 layers of them.
+MODELS_WITH_OTHER_LAYERS = {
+    **dict.fromkeys(("clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"), CONV1D),
+    "falcon": FALCON_LINEAR,
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,11 @@ class Role:
 
 
 HEADS = frozenset({"lm_head", "head", "classifier", "score", "qa_outputs", "qa_classifier", "cls", "embed_out"})
+TOP_HEADS = ("output", "proj_out")  # names of heads at the top of a model, and of other layers elsewhere
+ENCODERS = frozenset({
+    "audio_tower", "connector", "mm_projector", "multi_modal_projector", "vision_adapter", "vision_encoder",
+    "vision_model", "vision_tower", "visual",
+})  # fmt: skip
 ROLES = (
     Role(HEAD, parts=HEADS, is_known=True),
     Role("adapter", parts=frozenset({"lora_A", "lora_B"})),
@@ -57,24 +68,26 @@ ROLES = (
     Role("gate", parts=frozenset({"gate", "router", "shared_expert_gate", "moe_gate"})),
     Role("MTP projection", parts=frozenset({"eh_proj"}), is_known=True),
     Role("indexer weights", parts=frozenset({"weights_proj"})),
+    Role("gate of GatedDeltaNet", parts=frozenset({"in_proj_ba", "in_proj_a", "in_proj_b"})),
+    Role("encoder of images or audio", parts=ENCODERS),
     Role("T5's MLP output, FP32 in transformers", ends=("DenseReluDense.wo",)),
 )
 RULE = (
-    "the weights of linear layers become FP8; embeddings, output heads, gates, norms, adapters, eh_proj and "
-    "weights_proj stay, as does every other tensor"
+    "the weights of linear layers become FP8; embeddings, output heads, gates, norms, adapters, encoders of images and "
+    "audio, eh_proj and weights_proj stay, as does every other tensor"
 )
 
 
 def role_of(layer: str, is_linear: bool = False) -> Role | None:
     """Return the role for which a layer with this name stays in high precision; None: it does not.
 
-    A layer called `output` at the top of a model is its output head.
+    A layer called `output` or `proj_out` at the top of a model is its output head.
 
     Args:
         layer: its name.
         is_linear: whether it is known to be a linear layer, and not only that it has a matrix.
     """
-    if layer == "output":
+    if layer in TOP_HEADS:
         return ROLES[0]
     return _role_of_pattern(NUMBER.sub("0", layer), is_linear)
 

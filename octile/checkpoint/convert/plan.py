@@ -19,7 +19,7 @@ from octile.checkpoint.fp8_layout import (
 from octile.checkpoint.recipe_entry import with_recipe
 from octile.checkpoint.shards import Shards
 from octile.checkpoint.tensor_file import TORCH_DTYPES, TensorSpec
-from octile.layer_roles import CONV1D, MODELS_WITH_CONV1D, check_keep, why_high_precision
+from octile.layer_roles import MODELS_WITH_OTHER_LAYERS, check_keep, why_high_precision
 
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3")  # of the matrices of a model
 
@@ -136,8 +136,9 @@ def choose_actions(
     check_config(config, specs)
     if keep and to != "fp8":
         raise ValueError(f"keep must be left out of a conversion to {to}: it names layers that do not become FP8")
-    if to == "fp8" and config.get("model_type") in MODELS_WITH_CONV1D:
-        raise ValueError(f"no weight of a {config['model_type']} model can become FP8: its layers are {CONV1D}")
+    kind = config.get("model_type")
+    if to == "fp8" and kind in MODELS_WITH_OTHER_LAYERS:
+        raise ValueError(f"no weight of a {kind} model can become FP8: its layers are {MODELS_WITH_OTHER_LAYERS[kind]}")
     actions = {name: choose_action(name, specs, to) for name in specs}
     check_keep(keep, [name.rpartition(".")[0] for name, action in actions.items() if action is Action.QUANTIZE])
     if keep:
