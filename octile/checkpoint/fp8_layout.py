@@ -36,6 +36,9 @@ QUANTIZATION_CONFIG = {
     "quant_method": "fp8",
     "weight_block_size": list(BLOCK),
 }
+# Names of tied output heads other than lm_head: transformers' speech models.
+TIED_HEADS = dict.fromkeys(("canary", "cohere_asr", "moonshine", "moonshine_streaming", "whisper"), "proj_out")
+GRANITE_EXPERTS = ("input_linear", "output_linear")  # stacked experts in checkpoints of GraniteMoE
 WORDS = {key: QUANTIZATION_CONFIG[key] for key in ("activation_scheme", "fmt")}  # that have one value in this layout
 
 
@@ -206,8 +209,9 @@ def with_quantization(
     """Return a config.json that announces FP8 weights.
 
     `modules_to_not_convert` lists the output head, even if its weight is stored only as the embedding's, and all other
-    linear layers that are not FP8, unless no engine quantizes any of them anyway. DeepSeek's published configurations
-    have no such list.
+    linear layers and experts that are not FP8, unless no engine quantizes any of them anyway. vLLM and transformers
+    have one module for the experts of a layer, so its name is listed besides those of the layers in it. DeepSeek's
+    published configurations have no such list.
 
     Args:
         config: the config.json to be extended.
@@ -220,7 +224,9 @@ def with_quantization(
     modules = layers | {n.removesuffix(".bias") for n in high_precision if n.endswith(".bias")}
     heads = {n for n in modules if (role := role_of(n)) is not None and role.name == HEAD}
     if not heads & layers or config.get("tie_word_embeddings"):
-        heads.add("lm_head")  # a head that shares the embedding's weight has no tensor of its own
+        # a head that shares the embedding's weight has no tensor of its own
+        heads.add(TIED_HEADS.get(config.get("model_type") or "", "lm_head"))
+    layers |= {module for name, spec in high_precision.items() if (module := _experts_of(name, spec)) is not None}
     is_unusual = any((role := role_of(layer)) is None or not role.is_known for layer in layers)
     listed = sorted(heads | layers if is_unusual else heads)
     scale_fmt = {"scale_fmt": "ue8m0"} if scale == "power_of_2" else {}
@@ -228,6 +234,17 @@ def with_quantization(
         **config,
         "quantization_config": {**QUANTIZATION_CONFIG, **scale_fmt, "modules_to_not_convert": listed},
     }
+
+
+def _experts_of(name: str, spec: TensorSpec) -> str | None:
+    """Return the module of experts that a tensor in high precision is a weight of, as engines call it; or None."""
+    layer, _, kind = name.rpartition(".")
+    *parents, last = layer.split(".")
+    if len(spec.shape) == 3 and last in GRANITE_EXPERTS:
+        return ".".join((*parents, "experts"))
+    is_weight = len(spec.shape) >= 2 and kind != "bias" and role_of(layer) is None
+    before, experts, _ = f"{name}.".partition(".experts.")
+    return f"{before}.experts" if is_weight and experts else None
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -82,6 +84,33 @@ def test_deepseeks_configuration_is_the_published_one_and_names_the_heads():
 def test_layers_that_engines_would_take_for_fp8_are_listed():
     listed = announced("lm_head.weight", "h.0.mlp.down_proj.weight")["modules_to_not_convert"]
     assert listed == ["h.0.mlp.down_proj", "lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "shape", "module"),
+    [
+        ("l.0.mlp.experts.gate_up_proj", (4, 8, 8), "l.0.mlp.experts"),
+        ("l.0.block_sparse_moe.input_linear.weight", (4, 8, 8), "l.0.block_sparse_moe.experts"),
+        ("l.0.ffn.experts.mlp.w1", (32, 8), "l.0.ffn.experts"),
+        ("l.0.mlp.experts.0.up_proj.weight", (8, 8), "l.0.mlp.experts"),
+    ],
+    ids=["stacked", "GraniteMoE", "stacked in two dimensions", "left out by a pattern"],
+)
+def test_the_module_of_experts_in_high_precision_is_listed(tensor, shape, module):
+    specs = {"lm_head.weight": TensorSpec("BF16", (4, 4), 32), tensor: TensorSpec("BF16", shape, 2 * math.prod(shape))}
+    assert module in with_quantization({}, specs)["quantization_config"]["modules_to_not_convert"]
+
+
+@pytest.mark.parametrize(("tensor", "shape"), [("router.weight", (4, 8)), ("0.up_proj.bias", (8,))])
+def test_a_gate_or_a_bias_in_high_precision_does_not_list_the_experts(tensor, shape):
+    specs = {f"l.0.mlp.experts.{tensor}": TensorSpec("BF16", shape, 2 * math.prod(shape))}
+    assert "l.0.mlp.experts" not in with_quantization({}, specs)["quantization_config"]["modules_to_not_convert"]
+
+
+@pytest.mark.parametrize("kind", ["whisper", "moonshine"])
+def test_the_tied_head_of_speech_models_is_called_proj_out(kind):
+    listed = announced("model.decoder.embed_tokens.weight", model_type=kind)["modules_to_not_convert"]
+    assert listed == ["proj_out"]
 
 
 @pytest.mark.parametrize(
