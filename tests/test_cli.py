@@ -825,6 +825,15 @@ def test_convert_refuses_by_the_names_of_its_help(capsys, hf_folder, monkeypatch
     assert err.startswith(f"octile: {says}")
 
 
+def test_convert_says_that_a_checkpoint_in_float32_becomes_bf16(capsys, tmp_path):
+    from tests.models_of_transformers import small_model
+
+    small_model("llama").save_pretrained(tmp_path / "model")
+    capsys.readouterr()  # transformers' progress
+    out = call(capsys, "convert", str(tmp_path / "model"), str(tmp_path / "fp8"))[1]
+    assert "the checkpoint was FP32: what is not FP8, and the dtype in config.json, became BF16" in out
+
+
 def test_convert_keeps_what_patterns_match(capsys, hf_folder, tmp_path):
     keep = ("--keep", "*.down_proj", "--keep", "*.o_proj")
     code, out, _ = call(capsys, "convert", str(hf_folder), str(tmp_path / "fp8"), *keep)

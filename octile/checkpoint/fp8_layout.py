@@ -6,7 +6,7 @@
 With `scale_fmt: "ue8m0"` in `quantization_config`, as DeepSeek-V3.1 has it, every scale is a power of two.
 
 The name decides, by the table in `octile.layer_roles`: 2-D weights of linear layers are FP8. They hold nearly all
-parameters and FLOPs of a model. Embeddings, heads, norms and gates are small and sensitive and keep their dtype.
+parameters and FLOPs of a model. Embeddings, heads, norms and gates are small and sensitive and stay in high precision.
 Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.1 and the weights published with it.
 """
 
@@ -51,6 +51,11 @@ def is_stored_in_fp8(name: str, shape: tuple[int, ...], keep: Sequence[str] = ()
     """
     layer, _, kind = name.rpartition(".")
     return kind == "weight" and len(shape) == 2 and layer != "" and why_high_precision(layer, keep) is None
+
+
+def is_stored_in_float32(name: str) -> bool:
+    """Whether a tensor with this name is FP32 in checkpoints whose other high-precision tensors are BF16."""
+    return name.endswith("e_score_correction_bias") or ".indexer.k_norm." in name
 
 
 def fp8_specs(name: str, shape: tuple[int, ...]) -> dict[str, TensorSpec]:

@@ -37,6 +37,7 @@ from octile.checkpoint.fp8_layout import (
     is_fp8,
     is_fp8_config,
     is_scale,
+    is_stored_in_float32,
     is_stored_in_fp8,
     quantize_weight,
     scale_rule,
@@ -240,8 +241,8 @@ def storage_specs(name: str, shape: tuple[int, ...], weights: Weights) -> dict[s
     """
     if weights == "fp8" and is_stored_in_fp8(name, shape):
         return fp8_specs(name, shape)
-    exact = name.endswith("e_score_correction_bias") or ".indexer.k_norm." in name
-    return {name: TensorSpec.of(torch.float32 if exact else HIGH_PRECISION[weights], shape)}
+    dtype = torch.float32 if is_stored_in_float32(name) else HIGH_PRECISION[weights]
+    return {name: TensorSpec.of(dtype, shape)}
 
 
 def stored_tensors(

@@ -101,7 +101,7 @@ def _show_report(console: Console, report: ConversionReport) -> None:
     table.add_column("weights")
     table.add_column("tensors", justify="right")
     table.add_column("result")
-    for names, what in ((report.converted, report.to), (report.unchanged, "unchanged")):
+    for names, what in ((report.converted, report.to), (report.cast, "bf16"), (report.unchanged, "unchanged")):
         for name, count in names.items():
             table.add_row(name, str(count), what)
     console.print(table)
@@ -109,6 +109,8 @@ def _show_report(console: Console, report: ConversionReport) -> None:
     was = "" if report.to == "fp8" else "was "
     console.print_line(f"{before} → {after}; {was}{_share(report.share)}")
     console.print_line(f"checked: every value lies within {report.max_error:.2%} of its block's range")
+    if report.cast:
+        console.print_line("the checkpoint was FP32: what is not FP8, and the dtype in config.json, became BF16")
     if report.resumed_files:
         console.print_line(f"{report.resumed_files} of {report.files} files were finished before")
     _show_warnings(console, report.warnings)

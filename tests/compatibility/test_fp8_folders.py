@@ -56,6 +56,12 @@ def test_weights_of_many_blocks_have_the_values_that_were_converted(name, sizes,
         torch.testing.assert_close(values, exact, rtol=2**-4, atol=float(exact.abs().max()) / 448 * 2**-9)
 
 
+def test_a_model_in_float32_is_loaded_in_bf16(tmp_path):
+    state = loaded(small_model("llama"), tmp_path).state_dict()
+    dtypes = {tensor.dtype for name, tensor in state.items() if not name.endswith("_scale_inv")}
+    assert dtypes == {torch.float8_e4m3fn, torch.bfloat16}
+
+
 def test_experts_that_a_pattern_leaves_out_are_no_fp8_experts(tmp_path):
     model = loaded(small_model("qwen3_moe").bfloat16(), tmp_path, keep=["*.experts"])
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}

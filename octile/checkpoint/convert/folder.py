@@ -1,6 +1,7 @@
 """The conversion of a Hugging Face folder to FP8, or back to BF16 or FP32, file by file.
 
-    to="fp8"     X.weight BF16 → X.weight E4M3 + X.weight_scale_inv, where `octile.layer_roles` says so
+    to="fp8"     X.weight BF16 → X.weight E4M3 + X.weight_scale_inv, where `octile.layer_roles` says so;
+                 of a checkpoint that is FP32 as a whole the other tensors become BF16, and its `dtype` in config.json
     to="bf16"    X.weight E4M3 · X.weight_scale_inv → X.weight BF16; the scale is dropped
     to="float32" X.weight E4M3 · X.weight_scale_inv → X.weight FP32, exactly, for training; the scale is dropped
 
@@ -45,7 +46,8 @@ class ConversionReport:
     Attributes:
         to: "fp8", "bf16" or "float32".
         rule: which weights are FP8 and which are not, as a sentence.
-        converted, unchanged: tensor names, with `*` for numbers in them → how many there are.
+        converted, cast, unchanged: tensor names, with `*` for numbers in them → how many there are: weights that were
+            quantized or dequantized, FP32 tensors that became BF16, copies.
         share: the share of the converted weights in the model's parameters and FLOPs.
         bytes_before, bytes_after: bytes of all tensors, including scales.
         converted_bytes: bytes of the converted weights in the result, including scales.
@@ -59,6 +61,7 @@ class ConversionReport:
     to: Target
     rule: str
     converted: Mapping[str, int]
+    cast: Mapping[str, int]
     unchanged: Mapping[str, int]
     share: Share
     bytes_before: int
@@ -241,6 +244,7 @@ def _report(plan: ConversionPlan, max_error: float, resumed: int, copied: tuple[
         to=plan.to,
         rule=RULE,
         converted=_patterns(plan.converted),
+        cast=_patterns(plan.cast),
         unchanged=_patterns(plan.unchanged),
         share=share_of(plan.converted, plan.source.specs, plan.config),
         bytes_before=plan.source.nbytes,

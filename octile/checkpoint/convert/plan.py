@@ -13,6 +13,7 @@ from octile.checkpoint.fp8_layout import (
     check_scales,
     is_fp8,
     is_fp8_config,
+    is_stored_in_float32,
     with_quantization,
     without_quantization,
 )
@@ -21,6 +22,7 @@ from octile.checkpoint.shards import Shards
 from octile.checkpoint.tensor_file import TORCH_DTYPES, TensorSpec
 from octile.layer_roles import MODELS_WITH_OTHER_LAYERS, check_keep, why_high_precision
 
+DTYPES = ("torch_dtype", "dtype")  # the older name and the newer of a model's dtype in its config.json
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3")  # of the matrices of a model
 
 
@@ -82,8 +84,13 @@ class ConversionPlan:
 
     @property
     def converted(self) -> list[str]:
-        """The names of the tensors that change their format."""
-        return [n for n, action in self.actions.items() if action not in (Action.COPY, Action.DROP)]
+        """The names of the weights that are quantized or dequantized."""
+        return [n for n, action in self.actions.items() if action not in (Action.CAST, Action.COPY, Action.DROP)]
+
+    @property
+    def cast(self) -> list[str]:
+        """The names of the FP32 tensors that become BF16."""
+        return [n for n, action in self.actions.items() if action is Action.CAST]
 
     @property
     def unchanged(self) -> list[str]:
@@ -109,12 +116,16 @@ class ConversionPlan:
 
     @property
     def result_config(self) -> dict[str, Any]:
-        """config.json of the result. It names no recipe of FP8 weights, unless all that the recipe quantizes are."""
+        """config.json of the result. It names no recipe of FP8 weights, unless all that the recipe quantizes are.
+
+        With FP8 weights it announces BF16 in place of FP32, which vLLM refuses for models in FP8.
+        """
         config = with_recipe(self.config, None) if self.to != "fp8" or self.keep else self.config
         if self.to != "fp8":
-            dtypes = ("torch_dtype", "dtype") if self.to == "float32" else ()  # the older name and the newer
+            dtypes = DTYPES if self.to == "float32" else ()
             return without_quantization(config) | {name: "float32" for name in dtypes if name in config}
-        return with_quantization(config, {name: self.source.specs[name] for name in self.unchanged})
+        high_precision = {name: self.source.specs[name] for name in (*self.unchanged, *self.cast)}
+        return with_quantization(_with_bfloat16(config), high_precision)
 
 
 def choose_actions(
@@ -146,7 +157,28 @@ def choose_actions(
     is_nothing = Action.QUANTIZE not in actions.values() and not any(map(is_fp8, specs.values()))
     if to == "fp8" and is_nothing:
         raise ValueError(f"no weight would become FP8: {_why_nothing(specs, keep)}")
+    if to == "fp8" and _is_in_float32(specs):
+        copied = [name for name, action in actions.items() if action is Action.COPY and specs[name].dtype == "F32"]
+        actions |= {name: Action.CAST for name in copied if not is_stored_in_float32(name)}
     return actions
+
+
+def _is_in_float32(specs: Mapping[str, TensorSpec]) -> bool:
+    """Whether a checkpoint is FP32 as a whole, such as one of the weights that an optimizer updates."""
+    dtypes = {spec.dtype for spec in specs.values()}
+    return "F32" in dtypes and dtypes.isdisjoint(("BF16", "F16"))
+
+
+def _with_bfloat16(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json with BF16 in place of FP32 as the dtype of the model and of each part of it."""
+    return {
+        key: "bfloat16"
+        if key in DTYPES and value == "float32"
+        else _with_bfloat16(value)
+        if key.endswith("_config") and isinstance(value, dict)
+        else value
+        for key, value in config.items()
+    }
 
 
 def _why_nothing(specs: Mapping[str, TensorSpec], keep: Sequence[str]) -> str:

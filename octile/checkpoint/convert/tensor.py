@@ -7,6 +7,7 @@ tensor would be. The result is read back from the disk and compared with its sou
                                                                  half the smallest subnormal below the normal range
     to BF16       |data·scale − x| ≤ max(2⁻⁸·|data·scale|, 2⁻¹³⁴) the same for BF16's 8 significant bits
     to FP32       equal
+    cast          the bytes of the source, cast to BF16
     copied        the same bytes
 """
 
@@ -43,6 +44,7 @@ class Action(enum.Enum):
     QUANTIZE = "quantize"
     TO_BF16 = "dequantize to BF16"
     TO_FLOAT32 = "dequantize to FP32"
+    CAST = "cast FP32 to BF16"
     COPY = "copy"
     DROP = "drop"  # only the scale of a weight that is dequantized
 
@@ -75,6 +77,8 @@ def specs_after(name: str, spec: TensorSpec, action: Action) -> dict[str, Tensor
             return fp8_specs(name, spec.shape)
         case Action.TO_BF16 | Action.TO_FLOAT32:
             return {name: TensorSpec.of(DEQUANTIZED[action], spec.shape)}
+        case Action.CAST:
+            return {name: TensorSpec.of(torch.bfloat16, spec.shape)}
         case Action.COPY:
             return {name: spec}
         case Action.DROP:
@@ -100,6 +104,9 @@ def convert_tensor(name: str, action: Action, source: Shards, out: TensorFileWri
                 if not values.isfinite().all():
                     raise ValueError(f"{name} in {source.folder} holds NaN or Inf")
                 out.write(name, values.to(DEQUANTIZED[action]), row=start)
+        case Action.CAST:
+            for start, stop in _byte_chunks(spec):
+                out.write_bytes(name, start // 2, _cast_bytes(source, name, start, stop))
         case Action.COPY:
             for start, stop in _byte_chunks(spec):
                 out.write_bytes(name, start, source.read_bytes(name, start, stop))
@@ -109,7 +116,8 @@ def max_error_of(name: str, action: Action, source: Shards, result: TensorFile) 
     """Compare the result of a conversion, read from the disk, with its source.
 
     Returns:
-        The largest error, relative to the largest magnitude that a value of its 128×128 block can have; 0 for a copy.
+        The largest error, relative to the largest magnitude that a value of its 128×128 block can have; 0 for a copy
+        and a cast.
 
     Raises:
         RuntimeError: the result differs from the source by more than rounding.
@@ -130,6 +138,12 @@ def max_error_of(name: str, action: Action, source: Shards, result: TensorFile) 
                 values = result.rows(name, start, stop).float()
                 scale = expand_scale(source.rows(name + SCALE_SUFFIX, *_scale_rows(start, stop)).float(), values)
                 worst = max(worst, _compare(name, result, exact, values, relative, torch.tensor(absolute), scale))
+        case Action.CAST:
+            for start, stop in _byte_chunks(spec):
+                if not torch.equal(
+                    _cast_bytes(source, name, start, stop), result.read_bytes(name, start // 2, stop // 2)
+                ):
+                    raise RuntimeError(f"{name} in {result.path} does not hold the numbers that were cast")
         case Action.COPY:
             for start, stop in _byte_chunks(spec):
                 if not torch.equal(source.read_bytes(name, start, stop), result.read_bytes(name, start, stop)):
@@ -156,6 +170,11 @@ def _dequantized_rows(source: Shards, name: str, start: int, stop: int) -> Tenso
     """Dequantize rows of an FP8 weight to FP32. Its scale may be in another file."""
     scale = source.rows(name + SCALE_SUFFIX, *_scale_rows(start, stop))
     return dequantize_weight(source.rows(name, start, stop), scale, torch.float32)
+
+
+def _cast_bytes(source: Shards, name: str, start: int, stop: int) -> Tensor:
+    """Read bytes of an FP32 tensor, and return those of the same numbers in BF16."""
+    return source.read_bytes(name, start, stop).view(torch.float32).to(torch.bfloat16).view(torch.uint8)
 
 
 def _scale_rows(start: int, stop: int) -> tuple[int, int]:

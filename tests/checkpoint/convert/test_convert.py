@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from octile.checkpoint.convert import convert_checkpoint
 from octile.checkpoint.convert import folder as convert_module
+from octile.checkpoint.convert.tensor import Action, convert_tensor
 from octile.checkpoint.fp8_layout import QUANTIZATION_CONFIG, dequantize_weight, quantize_weight
 from octile.checkpoint.shards import Shards
 from octile.checkpoint.tensor_file import DTYPE_NAMES
@@ -137,6 +138,57 @@ def test_float32_masters_are_quantized_to_what_they_were_made_of(seed, log2_size
     again = quantize(dequantize_weight(q.data, q.scale, torch.float32), (128, 128))
     assert again.data.view(torch.uint8).equal(q.data.view(torch.uint8))
     assert again.scale.equal(q.scale)
+
+
+# Checkpoints in FP32
+
+
+@pytest.fixture
+def float32_src(tmp_path, hf_folder, moe_tensors, moe_config):
+    """What `save_pretrained` writes of FP32 weights, with a part that has a configuration of its own."""
+    tensors = [
+        {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in file.items()}
+        for file in moe_tensors
+    ]
+    config = {**moe_config, "dtype": "float32", "vision_config": {"dtype": "float32", "depth": 2}}
+    return hf_folder(tmp_path / "float32", config, tensors)
+
+
+def test_what_is_not_fp8_of_a_float32_checkpoint_becomes_bf16(float32_src, dst, same):
+    report = convert_checkpoint(float32_src, dst, "fp8")
+    before, after = weights(float32_src), weights(dst)
+    cast = {name for name, tensor in after.items() if tensor.dtype == torch.bfloat16}
+    copied = {"model.layers.0.mlp.gate.e_score_correction_bias", "who.knows"}
+    assert cast == {name for name in before if name not in copied and name + "_scale_inv" not in after}
+    assert all(same(after[name], before[name]) for name in copied)
+    assert all(same(after[name], before[name].bfloat16()) for name in cast)
+    assert sum(report.cast.values()) == len(cast)
+
+
+def test_the_configuration_of_a_float32_checkpoint_announces_bf16(float32_src, dst):
+    convert_checkpoint(float32_src, dst, "fp8")
+    config = json.loads((dst / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert config["vision_config"] == {"dtype": "bfloat16", "depth": 2}
+
+
+def test_a_float32_tensor_of_a_bf16_checkpoint_is_copied(src, dst, hf_folder, moe_tensors, moe_config, tmp_path):
+    name = "model.norm.weight"
+    src = hf_folder(tmp_path / "mixed", moe_config, [*moe_tensors, {name: torch.ones(192)}])
+    assert convert_checkpoint(src, dst, "fp8").cast == {}
+    assert weights(dst)[name].dtype == torch.float32
+
+
+def test_a_wrong_cast_is_not_accepted(float32_src, dst, monkeypatch):
+    def careless(name, action, source, out):
+        if action is Action.CAST:
+            out.write_bytes(name, 0, torch.zeros(source.specs[name].nbytes // 2, dtype=torch.uint8))
+        else:
+            convert_tensor(name, action, source, out)
+
+    monkeypatch.setattr(convert_module, "convert_tensor", careless)
+    with pytest.raises(RuntimeError, match="does not hold the numbers that were cast"):
+        convert_checkpoint(float32_src, dst, "fp8")
 
 
 def test_bf16_folders_announce_no_quantization_and_have_no_scales(src, dst, tmp_path):
