@@ -4,11 +4,13 @@ Both engines merge linear layers that read the same input into one weight, and w
 the columns of a weight over GPUs. Each part must then consist of whole blocks of 128×128:
 
     merged layers     the rows of each layer; in dense layers not those of the last
+    fused layers      the rows of each part of a weight that a checkpoint holds as one, such as Phi-3's; the same
     split rows        the rows on each GPU: q, k, v, gate, up
     split columns     the columns on each GPU: o, down
 
-and of merged layers all must be FP8 or none.  Source: `validate_fp8_block_shape`, `Fp8MoEMethod` and `is_layer_skipped`
-of vLLM, which SGLang has, too.
+and of merged layers, and of the experts of a layer, all must be FP8 or none.  Source: `validate_fp8_block_shape`,
+`Fp8MoEMethod` and `is_layer_skipped` of vLLM, which SGLang has, too.  vLLM 0.26 no longer refuses the rows of dense
+layers that it merges itself, on one GPU or several; those of experts and all columns it still does.
 """
 
 import re
@@ -22,6 +24,7 @@ MERGED = (
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
 )
 SPLIT_ROWS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "w1", "w3")
 SPLIT_COLUMNS = ("o_proj", "down_proj", "w2")
@@ -38,7 +41,8 @@ def engine_warnings(weights: Shapes, fp8: Collection[str], config: Mapping[str, 
         config: the config.json.
     """
     fp8 = set(fp8)
-    refused = dict.fromkeys(reason for name in sorted(fp8) for reason in _why_not_merged(name, weights, fp8))
+    refused = dict.fromkeys(reason for name in sorted(fp8) for reason in _why_not_merged(name, weights, fp8, config))
+    refused |= dict.fromkeys(_why_not_experts(weights, fp8))
     if refused:
         return tuple(f"vLLM and SGLang refuse this checkpoint: {reason}" for reason in refused)
     for gpus in GPUS:
@@ -48,11 +52,23 @@ def engine_warnings(weights: Shapes, fp8: Collection[str], config: Mapping[str, 
     return ()
 
 
-def _why_not_merged(name: str, weights: Shapes, fp8: set[str]) -> Iterator[str]:
+def _why_not_experts(weights: Shapes, fp8: set[str]) -> Iterator[str]:
+    experts = {True: set[str](), False: set[str]()}  # modules with a weight that is FP8, and with one that is not
+    for name, shape in weights.items():
+        if ".experts." in name and name.endswith(".weight") and len(shape) == 2:
+            experts[name in fp8].add(name.partition(".experts.")[0])
+    for module in sorted(experts[True] & experts[False]):
+        experts_of_layer = f"{_pattern(module)}.experts"
+        yield f"{experts_of_layer} has weights in FP8 and others that are not, but the experts of a layer are merged"
+
+
+def _why_not_merged(name: str, weights: Shapes, fp8: set[str], config: Mapping[str, Any]) -> Iterator[str]:
     parent, layer = _parent_and_layer(name)
     rows = weights[name][0]
-    if layer == "gate_up_proj" and rows // 2 % BLOCK[0]:
-        yield f"{_pattern(name)} has two parts of {rows // 2} rows, no multiple of {BLOCK[0]}"
+    fused = _fused_rows(layer, rows, config)
+    if any(part % BLOCK[0] for part in fused[:-1]):
+        parts = ", ".join(map(str, fused))
+        yield f"{_pattern(name)} has parts of {parts} rows, of which all but the last must be multiples of {BLOCK[0]}"
     group = next((group for group in MERGED if layer in group), ())
     siblings = {other: f"{parent}.{other}.weight" for other in group if f"{parent}.{other}.weight" in weights}
     if len(siblings) < 2:
@@ -67,18 +83,39 @@ def _why_not_merged(name: str, weights: Shapes, fp8: set[str]) -> Iterator[str]:
 
 def _why_not_split(name: str, shape: tuple[int, ...], gpus: int, config: Mapping[str, Any]) -> str | None:
     _, layer = _parent_and_layer(name)
+    heads = config.get("num_key_value_heads")
+    gpus_of_kv = min(gpus, heads) if isinstance(heads, int) and heads > 0 else gpus  # more hold copies of a head
+    for i, rows in enumerate(_fused_rows(layer, shape[0], config)):
+        part = rows // (gpus_of_kv if layer == "qkv_proj" and i else gpus)
+        if part % BLOCK[0]:
+            return f"{_pattern(name)} has a part of {part} rows on each, no multiple of {BLOCK[0]}"
     dim = 0 if layer in SPLIT_ROWS else 1 if layer in SPLIT_COLUMNS else None
     if (
         dim is None or shape[dim] % gpus
     ):  # other layers are not split; GPUs that do not divide a side are refused anyway
         return None
-    part = shape[dim] // gpus
-    heads = config.get("num_key_value_heads")
-    if layer in ("k_proj", "v_proj") and isinstance(heads, int) and 0 < heads < gpus:
-        part = shape[dim] // heads  # a head is not split: it is on several GPUs
+    part = shape[dim] // (gpus_of_kv if layer in ("k_proj", "v_proj") else gpus)
     if part % BLOCK[dim] == 0:
         return None
     return f"{_pattern(name)} has {part} {('rows', 'columns')[dim]} on each, no multiple of {BLOCK[dim]}"
+
+
+def _fused_rows(layer: str, rows: int, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the rows of each part of a layer that a checkpoint holds as one: of gate and up, or of q, k and v."""
+    if layer == "gate_up_proj":
+        return rows // 2, rows // 2
+    heads = config.get("num_attention_heads")
+    kv_heads = config.get("num_key_value_heads") or heads
+    if (
+        layer != "qkv_proj"
+        or not isinstance(heads, int)
+        or not isinstance(kv_heads, int)
+        or heads <= 0
+        or kv_heads <= 0
+    ):
+        return ()
+    head_dim = rows // (heads + 2 * kv_heads)
+    return heads * head_dim, kv_heads * head_dim, kv_heads * head_dim
 
 
 def _parent_and_layer(name: str) -> tuple[str, str]:

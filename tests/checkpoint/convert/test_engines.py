@@ -60,9 +60,43 @@ def test_experts_must_be_whole_blocks_too():
 
 def test_gate_and_up_in_one_tensor_are_two_parts():
     assert warnings({"l.mlp.gate_up_proj.weight": (2 * 10944, 512)}) == (
-        REFUSED + "l.mlp.gate_up_proj has two parts of 10944 rows, no multiple of 128",
+        REFUSED
+        + "l.mlp.gate_up_proj has parts of 10944, 10944 rows, of which all but the last must be multiples of 128",
     )
     assert warnings({"l.mlp.gate_up_proj.weight": (2 * 8192, 512)}) == ()
+
+
+def test_q_k_and_v_in_one_tensor_are_three_parts():
+    qkv = {"l.self_attn.qkv_proj.weight": ((36 + 2 * 6) * 80, 2560)}
+    assert warnings(qkv, num_attention_heads=36, num_key_value_heads=6) == (
+        REFUSED + "l.self_attn.qkv_proj has parts of 2880, 480, 480 rows, of which all but the last must be multiples "
+        "of 128",
+    )
+
+
+def test_whole_blocks_of_q_k_and_v_in_one_tensor_are_not_warned_of():
+    qkv = {"l.self_attn.qkv_proj.weight": ((32 + 2 * 8) * 128, 4096)}
+    assert warnings(qkv, num_attention_heads=32, num_key_value_heads=8) == ()
+
+
+def test_q_k_and_v_in_one_tensor_are_split_over_gpus_each():
+    qkv = {"l.self_attn.qkv_proj.weight": ((32 + 2 * 8) * 96, 3072)}
+    assert warnings(qkv, num_attention_heads=32, num_key_value_heads=8) == (
+        f"{SPLIT}4 GPUs: l.self_attn.qkv_proj has a part of 192 rows on each, no multiple of 128",
+    )
+
+
+def test_a_head_of_keys_in_one_tensor_with_q_is_not_split_over_gpus():
+    qkv = {"l.self_attn.qkv_proj.weight": ((32 + 2 * 2) * 128, 4096)}
+    assert warnings(qkv, num_attention_heads=32, num_key_value_heads=2) == ()
+
+
+def test_experts_of_a_layer_of_which_only_some_are_fp8_are_refused():
+    said = warnings(checkpoint(expert=256, d=512), "experts.1.")
+    assert said == (
+        REFUSED + "model.layers.*.mlp.experts has weights in FP8 and others that are not, but the experts of a layer "
+        "are merged",
+    )
 
 
 @pytest.mark.parametrize(("expert", "gpus"), [(768, 4), (1536, 8), (128, 2)])
