@@ -9,8 +9,9 @@ the columns of a weight over GPUs. Each part must then consist of whole blocks o
     split columns     the columns on each GPU: o, down
 
 and of merged layers, and of the experts of a layer, all must be FP8 or none.  Source: `validate_fp8_block_shape`,
-`Fp8MoEMethod` and `is_layer_skipped` of vLLM, which SGLang has, too.  vLLM 0.26 no longer refuses the rows of dense
-layers that it merges itself, on one GPU or several; those of experts and all columns it still does.
+`Fp8MoEMethod` and `is_layer_skipped` of vLLM, which SGLang has, too.  vLLM 0.26 no longer checks the rows of dense
+layers that it merges, but has one row of scales for 128 rows of their sum. The last layer's scales then do not fit, so
+that loading fails, or replace those of the layer before.
 """
 
 import re
