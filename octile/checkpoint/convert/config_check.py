@@ -8,11 +8,11 @@ whatever computes with them later.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
-from octile.checkpoint.convert.architectures import ALIASES, Architecture, Count, ModelType, TokenId
+from octile.checkpoint.convert.architectures import ALIASES, DEFAULTS, Architecture, Count, ModelType, TokenId
 from octile.checkpoint.convert.share import EXPERT_COUNTS
 from octile.checkpoint.tensor_file import TensorSpec
 from octile.models import hf_config
@@ -21,6 +21,7 @@ from octile.validation import Range, check_given, quoted
 
 LAYERS = "model.layers."  # of every known architecture
 LAYER = re.compile(rf"{re.escape(LAYERS)}(\d+)\.")
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
 EMBEDDING = "model.embed_tokens.weight"  # of every known architecture: [vocabulary, hidden_size]
 Experts = Annotated[int, Range(at_least=0, at_most=2**24)]  # a model without experts may have 0
 Positive = Annotated[float, Range(above=0)]
@@ -122,6 +123,8 @@ def check_config(config: Mapping[str, Any], specs: Mapping[str, TensorSpec] | No
         check_given(Architecture, config, aliases=ALIASES)
     _check_chosen_experts(config)
     _check_weights(config, specs or {})
+    _check_experts(config, specs or {})
+    _check_attention(config, specs or {}, is_deepseek)
 
 
 def _check_deepseek(config: Mapping[str, Any]) -> None:
@@ -151,3 +154,49 @@ def _check_weights(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -
     if layers and missing:
         which = f"{len(missing)} layers, the first of them " if missing[1:] else ""
         raise ValueError(f"num_hidden_layers is {n_layers}, but there are no weights of {which}{LAYERS}{missing[0]}")
+
+
+def _check_experts(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> None:
+    experts = {int(found[1]) for name in specs if name.startswith(LAYERS) and (found := EXPERT.search(name))}
+    key = next((key for key in EXPERT_COUNTS if config.get(key)), None)
+    if experts and key is not None and max(experts) + 1 != config[key]:
+        raise ValueError(f"{key} is {config[key]}, but there are weights of {max(experts) + 1} experts")
+
+
+def _check_attention(config: Mapping[str, Any], specs: Mapping[str, TensorSpec], is_deepseek: bool) -> None:
+    """Check heads and ranks by the rows of attention's projections, where the configuration has all that they need."""
+    rows = dict(_rows_of_deepseek(config) if is_deepseek else _rows_of_others(config))
+    for name, spec in specs.items():
+        _, _, layer = name.removesuffix(".weight").rpartition(".self_attn.")
+        if name.startswith(LAYERS) and layer in rows and name.endswith(".weight"):
+            keys, expected = rows[layer]
+            if spec.shape[0] != expected:
+                raise ValueError(f"{keys}: {name} must have {expected} rows, but is {list(spec.shape)}")
+
+
+def _rows_of_deepseek(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, int]]]:
+    """Yield the rows of attention's projections: layer → the keys that give them, and how many."""
+    keys = ("num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    heads, q_rank, kv_rank, nope, rope, v = (config.get(key) for key in keys)
+    if q_rank:
+        yield "q_a_proj", ("q_lora_rank", q_rank)
+    if kv_rank and rope:
+        yield "kv_a_proj_with_mqa", ("kv_lora_rank, qk_rope_head_dim", kv_rank + rope)
+    if heads and nope and rope:
+        for layer in ("q_proj", "q_b_proj"):
+            yield layer, ("num_attention_heads, qk_nope_head_dim, qk_rope_head_dim", heads * (nope + rope))
+    if heads and nope and v:
+        yield "kv_b_proj", ("num_attention_heads, qk_nope_head_dim, v_head_dim", heads * (nope + v))
+
+
+def _rows_of_others(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, int]]]:
+    """Yield the same of other known architectures, with the numbers that transformers has where one is absent."""
+    given = {**DEFAULTS.get(config["model_type"], {}), **config}
+    heads, hidden = given.get("num_attention_heads"), given.get("hidden_size")
+    head_dim = given.get("head_dim") or (hidden // heads if heads and hidden else None)
+    kv_heads = given.get("num_key_value_heads") or heads
+    if heads and head_dim:
+        yield "q_proj", ("num_attention_heads, head_dim", heads * head_dim)
+    if kv_heads and head_dim:
+        for layer in ("k_proj", "v_proj"):
+            yield layer, ("num_key_value_heads, head_dim", kv_heads * head_dim)

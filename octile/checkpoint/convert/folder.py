@@ -37,6 +37,7 @@ from octile.validation import read_json
 Progress = Callable[[int, int, str], None]
 CONFIG = "config.json"
 UNFINISHED = "unfinished"
+SYSTEM_FOLDERS = ("/proc", "/sys")
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,8 @@ def convert_checkpoint(
         TypeError: keep is not a list of patterns.
         ValueError: a file of src is damaged, a key of its config.json has another type or is out of range, or a weight
             holds NaN or Inf. src has the target format already, or is quantized in another way. dst is src or inside
-            it, or holds the start of another conversion. No weight would become FP8. keep has a pattern that matches
-            none, or is given for another target.
+            it, is in /proc or /sys, or holds the start of another conversion. No weight would become FP8. keep has a
+            pattern that matches none, or is given for another target.
         OSError: the disk is full. Finished files stay, and the conversion can be resumed.
         RuntimeError: the result, read back, differs from its source by more than rounding.
     """
@@ -144,6 +145,8 @@ def _check_arguments(src: Path, dst: Path, to: str) -> None:
         raise FileNotFoundError(f"src must be a folder with {CONFIG} and safetensors files: {src} has no {CONFIG}")
     if dst.resolve().is_relative_to(src.resolve()):
         raise ValueError(f"dst must lie outside of {src}, which is converted, not at {dst}")
+    if any(dst.resolve().is_relative_to(folder) for folder in SYSTEM_FOLDERS):
+        raise ValueError(f"dst must be on a disk, not {dst}, where the system shows its state")
     if dst.exists() and not dst.is_dir():
         raise FileExistsError(f"dst must be a folder, not the file {dst}")
 

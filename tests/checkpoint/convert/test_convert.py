@@ -355,6 +355,12 @@ def test_a_destination_within_the_source_is_refused(src, inside):
         convert_checkpoint(src, src / inside, "fp8")
 
 
+@pytest.mark.parametrize("folder", ["/proc/fp8", "/sys", "/tmp/../proc/self/fp8"])
+def test_a_destination_where_the_system_shows_its_state_is_refused(src, folder):
+    with pytest.raises(ValueError, match=f"dst must be on a disk, not {folder}, where the system shows its state"):
+        convert_checkpoint(src, folder, "fp8")
+
+
 def test_a_destination_with_other_files_is_refused(src, dst):
     dst.mkdir()
     (dst / "notes.txt").write_text("mine")

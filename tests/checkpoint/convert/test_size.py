@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -190,6 +191,22 @@ WRONG_KEYS = [
     ("deepseek_v3", {"hidden_size": 1000}, r"hidden_size must be the width of .*, which is \[50, 192\], not 1000"),
     ("llama", {"hidden_size": 1000}, r"hidden_size must be the width of .*, which is \[50, 192\], not 1000"),
     ("qwen2", {"vocab_size": 60}, r"vocab_size must be the number of rows of .*, which is \[50, 192\], not 60"),
+    ("deepseek_v3", {"n_routed_experts": 8}, "n_routed_experts is 8, but there are weights of 4 experts"),
+    (
+        "deepseek_v3",
+        {"kv_lora_rank": 128, "qk_rope_head_dim": 64},
+        r"kv_lora_rank, qk_rope_head_dim: .*kv_a_proj_with_mqa.weight must have 192 rows, but is \[200, 192\]",
+    ),
+    (
+        "deepseek_v3",
+        {"num_attention_heads": 2, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
+        r"num_attention_heads, .*q_proj.weight must have 384 rows, but is \[256, 192\]",
+    ),
+    (
+        "llama",
+        {"num_attention_heads": 4, "head_dim": 128},
+        r"num_attention_heads, head_dim: .*q_proj.weight must have 512 rows, but is \[256, 192\]",
+    ),
     ("deepseek_v3", {"num_hidden_layers": 3}, "is 3, but there are no weights of model.layers.2$"),
     ("llama", {"num_hidden_layers": 9}, "there are no weights of 7 layers, the first of them model.layers.2$"),
     ("deepseek_v3", {"qk_rope_head_dim": True}, "qk_rope_head_dim must be a whole number, not True"),
@@ -287,19 +304,17 @@ def test_more_experts_than_a_size_is_predicted_for_are_refused(tmp_path, config,
         {"model_type": "deepseek_v3", "hidden_act": "gelu", "rope_scaling": {"type": "linear", "factor": 4.0}},
         {"model_type": "llama", "head_dim": None, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
         {"model_type": "jamba", "n_routed_experts": None, "num_experts": 1, "num_experts_per_tok": 2},
-        {"model_type": "mixtral", "n_routed_experts": None, "num_local_experts": 1, "num_experts_per_tok": 2},
         {"model_type": "deepseek_v3", "num_hidden_layers": 2, "first_k_dense_replace": 3},
         {"model_type": "deepseek_v3", "n_group": 3, "topk_group": 1},
         {"model_type": "deepseek_v3", "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048},
         {"model_type": "deepseek_v3", "moe_layer_freq": [0, 1]},
-        {"model_type": "llama", "num_attention_heads": 5, "num_key_value_heads": 2, "head_dim": 64},
+        {"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128},
     ],
     ids=[
         "unknown model",
         "not computed here",
         "other rope",
         "one expert",
-        "one of Mixtral's",
         "dense layers only",
         "pruned experts",
         "an indexer",
@@ -309,4 +324,11 @@ def test_more_experts_than_a_size_is_predicted_for_are_refused(tmp_path, config,
 )
 def test_weights_are_converted_whatever_octile_does_not_compute(tmp_path, hf_folder, moe_tensors, moe_config, config):
     folder = hf_folder(tmp_path / "src", moe_config | config, moe_tensors)
+    assert convert_checkpoint(folder, tmp_path / "dst", "fp8").files == 2
+
+
+def test_a_model_of_one_expert_may_choose_more(tmp_path, hf_folder, moe_tensors, moe_config):
+    tensors = [{n: t for n, t in file.items() if not re.search(r"experts\.[1-3]", n)} for file in moe_tensors]
+    config = moe_config | {"model_type": "mixtral", "n_routed_experts": None, "num_local_experts": 1}
+    folder = hf_folder(tmp_path / "src", config | {"num_experts_per_tok": 2}, tensors)
     assert convert_checkpoint(folder, tmp_path / "dst", "fp8").files == 2
