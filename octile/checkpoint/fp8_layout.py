@@ -3,6 +3,8 @@
     X.weight             F8_E4M3 [N, K]                        value = X.weight · X.weight_scale_inv
     X.weight_scale_inv   F32 [⌈N/128⌉, ⌈K/128⌉]                one scale for each block of 128×128
 
+compressed-tensors, as llm-compressor writes it, calls the scales X.weight_scale; such folders are only converted.
+
 With `scale_fmt: "ue8m0"` in `quantization_config`, as DeepSeek-V3.1 has it, every scale is a power of two.
 
 The name decides, by the table in `octile.layer_roles`: 2-D weights of linear layers are FP8. They hold nearly all
@@ -29,6 +31,8 @@ from octile.validation import quoted
 
 BLOCK = (128, 128)
 SCALE_SUFFIX = "_scale_inv"
+COMPRESSED_SUFFIX = "_scale"  # of compressed-tensors
+COMPRESSED = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": list(BLOCK)}
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 QUANTIZATION_CONFIG = {
     "activation_scheme": "dynamic",
@@ -120,32 +124,42 @@ def is_fp8(spec: TensorSpec) -> bool:
 
 def is_scale(name: str, specs: Mapping[str, TensorSpec]) -> bool:
     """Whether a tensor is the scale of an FP8 weight among specs."""
-    weight = name.removesuffix(SCALE_SUFFIX)
+    weight = name.removesuffix(SCALE_SUFFIX).removesuffix(COMPRESSED_SUFFIX)
     return weight != name and weight in specs and is_fp8(specs[weight])
 
 
-def check_scales(shards: Shards | PackedTensors) -> None:
+def scale_name(weight: str, specs: Mapping[str, TensorSpec]) -> str:
+    """Return the name of an FP8 weight's scale among specs, in which `check_scales` has found it."""
+    return weight + (SCALE_SUFFIX if weight + SCALE_SUFFIX in specs else COMPRESSED_SUFFIX)
+
+
+def check_scales(shards: Shards | PackedTensors, suffix: str = SCALE_SUFFIX) -> None:
     """Check that every FP8 tensor has a scale of the right shape and type, and every scale its FP8 tensor.
+
+    Args:
+        shards: the checkpoint.
+        suffix: what the name of a scale has after that of its weight.
 
     Raises:
         ValueError: a scale is missing, has another shape or type, or belongs to no FP8 tensor.
     """
     specs = shards.specs
     for name, spec in specs.items():
-        weight = name.removesuffix(SCALE_SUFFIX)
-        if weight != name and not is_scale(name, specs):
+        weight = name.removesuffix(suffix)
+        is_other = suffix == COMPRESSED_SUFFIX and not weight.endswith(".weight")  # such as logit_scale
+        if weight != name and not is_other and not is_scale(name, specs):
             what = f"is {specs[weight].dtype}, not F8_E4M3" if weight in specs else "is missing"
             raise ValueError(f"{shards.path_of(name)}: {name} is the scale of {weight}, which {what}")
         if not is_fp8(spec):
             continue
-        file, scale = shards.path_of(name), name + SCALE_SUFFIX
+        file, scale = shards.path_of(name), name + suffix
         if scale not in specs:
             raise ValueError(f"{file}: {name} is FP8, but the checkpoint has no {scale}")
         if len(spec.shape) != 2:
             raise ValueError(
                 f"{file}: {name} is FP8 of shape {list(spec.shape)}, but only matrices have blocks of 128×128"
             )
-        needed = fp8_specs(name, spec.shape)[scale].shape
+        needed = fp8_specs(name, spec.shape)[name + SCALE_SUFFIX].shape
         if specs[scale].shape != needed:
             raise ValueError(
                 f"{shards.path_of(scale)}: {scale} must be {list(needed)} for {list(spec.shape)}, "
@@ -193,6 +207,16 @@ def is_fp8_config(config: Mapping[str, Any]) -> bool:
         if announced.get(key) not in (None, value):
             raise ValueError(f"quantization_config.{key} must be {value!r} or absent, not {quoted(announced[key])}")
     return True
+
+
+def is_compressed_in_blocks(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json announces FP8 weights in 128×128 blocks in the format of compressed-tensors."""
+    announced = config.get("quantization_config") or {}
+    groups = announced.get("config_groups")
+    if announced.get("quant_method") != "compressed-tensors" or not isinstance(groups, dict) or not groups:
+        return False
+    weights = [group.get("weights") if isinstance(group, dict) else None for group in groups.values()]
+    return all(isinstance(each, dict) and {key: each.get(key) for key in COMPRESSED} == COMPRESSED for each in weights)
 
 
 def scale_rule(config: Mapping[str, Any]) -> ScaleRule:

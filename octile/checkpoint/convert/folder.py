@@ -86,7 +86,8 @@ def convert_checkpoint(
     Args:
         src: a folder with config.json, weights as safetensors (one file, or shards with an index), and other files.
         dst: absent, empty, or left by an interrupted conversion of src, or of another one that had finished no file.
-        to: "fp8" (from BF16, FP16 or FP32), or "bf16" or "float32" (from FP8 in 128×128 blocks).
+        to: "fp8" (from BF16, FP16 or FP32), or "bf16" or "float32" (from FP8 in 128×128 blocks, also those that
+            llm-compressor writes in the format of compressed-tensors).
         progress: called after each tensor with the bytes done, the bytes in total, and the file's name. Both count
             bytes of src, once for conversion and once for comparison.
         keep: patterns of the layers that stay in high precision besides those of the table in `octile.layer_roles`,

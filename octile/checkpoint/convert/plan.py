@@ -9,8 +9,11 @@ from octile.checkpoint.convert.config_check import check_config
 from octile.checkpoint.convert.engines import engine_warnings
 from octile.checkpoint.convert.tensor import Action, Target, choose_action, specs_after
 from octile.checkpoint.fp8_layout import (
+    COMPRESSED_SUFFIX,
+    SCALE_SUFFIX,
     check_scale_values,
     check_scales,
+    is_compressed_in_blocks,
     is_fp8,
     is_fp8_config,
     is_stored_in_float32,
@@ -60,8 +63,8 @@ class ConversionPlan:
                 tensor, or is not positive. No weight would become FP8. keep has a pattern that matches none, or is
                 given for another target.
         """
-        announced = is_fp8_config(config)
-        fp8 = announced or any(is_fp8(spec) for spec in source.specs.values())
+        is_compressed = is_compressed_in_blocks(config)
+        fp8 = is_compressed or is_fp8_config(config) or any(is_fp8(spec) for spec in source.specs.values())
         if fp8 == (to == "fp8"):
             holds = "FP8 weights already" if fp8 else "no FP8 weights"
             raise ValueError(f"{source.folder} holds {holds}: there is nothing to convert to {to}")
@@ -73,7 +76,7 @@ class ConversionPlan:
                     f"{source.path_of(name)}: {name} is of type {spec.dtype}; weights must be of one of "
                     f"{', '.join(WEIGHT_DTYPES)}"
                 )
-        check_scales(source)
+        check_scales(source, COMPRESSED_SUFFIX if is_compressed else SCALE_SUFFIX)
         check_scale_values(source)
         actions = choose_actions(source.specs, config, to, keep)
         files: dict[str, dict[str, TensorSpec]] = {file: {} for file in source.files}

@@ -28,6 +28,7 @@ from octile.checkpoint.fp8_layout import (
     is_scale,
     is_stored_in_fp8,
     quantize_weight,
+    scale_name,
 )
 from octile.checkpoint.shards import Shards
 from octile.checkpoint.tensor_file import TensorFile, TensorFileWriter, TensorSpec
@@ -136,7 +137,7 @@ def max_error_of(name: str, action: Action, source: Shards, result: TensorFile) 
             for start, stop in _row_chunks(spec):
                 exact = _dequantized_rows(source, name, start, stop)
                 values = result.rows(name, start, stop).float()
-                scale = expand_scale(source.rows(name + SCALE_SUFFIX, *_scale_rows(start, stop)).float(), values)
+                scale = expand_scale(_scale_of_rows(source, name, start, stop), values)
                 worst = max(worst, _compare(name, result, exact, values, relative, torch.tensor(absolute), scale))
         case Action.CAST:
             for start, stop in _byte_chunks(spec):
@@ -168,8 +169,12 @@ def _compare(
 
 def _dequantized_rows(source: Shards, name: str, start: int, stop: int) -> Tensor:
     """Dequantize rows of an FP8 weight to FP32. Its scale may be in another file."""
-    scale = source.rows(name + SCALE_SUFFIX, *_scale_rows(start, stop))
-    return dequantize_weight(source.rows(name, start, stop), scale, torch.float32)
+    return dequantize_weight(source.rows(name, start, stop), _scale_of_rows(source, name, start, stop), torch.float32)
+
+
+def _scale_of_rows(source: Shards, name: str, start: int, stop: int) -> Tensor:
+    """Read the scales of rows of an FP8 weight, float32 [⌈rows/128⌉, ⌈K/128⌉]."""
+    return source.rows(scale_name(name, source.specs), *_scale_rows(start, stop)).float()
 
 
 def _cast_bytes(source: Shards, name: str, start: int, stop: int) -> Tensor:

@@ -140,6 +140,50 @@ def test_float32_masters_are_quantized_to_what_they_were_made_of(seed, log2_size
     assert again.scale.equal(q.scale)
 
 
+# Checkpoints of llm-compressor
+
+WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128], "symmetric": True}
+
+
+def compressed(src, folder, hf_folder, moe_config, **changes):
+    """The FP8 folder src in the format of compressed-tensors, with scales in BF16 as llm-compressor writes them."""
+    tensors = {
+        name.replace("weight_scale_inv", "weight_scale"): t.bfloat16() if name.endswith("_scale_inv") else t
+        for name, t in weights(src).items()
+    }
+    groups = {"group_0": {"targets": ["Linear"], "weights": WEIGHTS | changes, "input_activations": {"dynamic": True}}}
+    announced = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+    tensors["logit_scale"] = torch.ones(())
+    return hf_folder(folder, moe_config | {"quantization_config": announced | {"ignore": ["lm_head"]}}, [tensors])
+
+
+@pytest.mark.parametrize(("to", "dtype"), [("bf16", torch.bfloat16), ("float32", torch.float32)])
+def test_blocks_of_compressed_tensors_are_dequantized(src, dst, tmp_path, hf_folder, moe_config, same, to, dtype):
+    convert_checkpoint(src, tmp_path / "fp8", "fp8")
+    folder = compressed(tmp_path / "fp8", tmp_path / "compressed", hf_folder, moe_config)
+    convert_checkpoint(folder, dst, to)
+    before, after = weights(folder), weights(dst)
+    assert after.keys() == weights(src).keys() | {"logit_scale"}
+    assert same(after[Q_PROJ], dequantize_weight(before[Q_PROJ], before[Q_PROJ + "_scale"], dtype))
+    assert "quantization_config" not in json.loads((dst / "config.json").read_text())
+
+
+def test_other_formats_of_compressed_tensors_are_refused(src, dst, tmp_path, hf_folder, moe_config):
+    convert_checkpoint(src, tmp_path / "fp8", "fp8")
+    folder = compressed(tmp_path / "fp8", tmp_path / "compressed", hf_folder, moe_config, strategy="channel")
+    with pytest.raises(ValueError, match=r"quantization_config must be 'fp8' .*, not 'compressed-tensors'"):
+        convert_checkpoint(folder, dst, "bf16")
+
+
+def test_a_weight_of_compressed_tensors_without_a_scale_is_named(src, dst, tmp_path, hf_folder, moe_config):
+    convert_checkpoint(src, tmp_path / "fp8", "fp8")
+    folder = compressed(tmp_path / "fp8", tmp_path / "compressed", hf_folder, moe_config)
+    (path,) = folder.glob("*.safetensors")
+    rewrite(path, lambda tensors: tensors.pop(Q_PROJ + "_scale"))
+    with pytest.raises(ValueError, match=r"q_proj\.weight is FP8, but the checkpoint has no .*q_proj\.weight_scale$"):
+        convert_checkpoint(folder, dst, "bf16")
+
+
 # Checkpoints in FP32
 
 
