@@ -5,6 +5,7 @@ the columns of a weight over GPUs. Each part must then consist of whole blocks o
 
     merged layers     the rows of each layer; in dense layers not those of the last
     fused layers      the rows of each part of a weight that a checkpoint holds as one, such as Phi-3's; the same
+    reordered heads   the rows of a head, where q, k and v of each head follow each other: GPT-NeoX's, Bloom's
     split rows        the rows on each GPU: q, k, v, gate, up
     split columns     the columns on each GPU: o, down
 
@@ -29,6 +30,7 @@ MERGED = (
 )
 SPLIT_ROWS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "w1", "w3")
 SPLIT_COLUMNS = ("o_proj", "down_proj", "w2")
+REORDERED = ("bloom", "gpt_neox")  # models whose query_key_value is sorted by q, k and v when it is loaded
 GPUS = (2, 4, 8)
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -70,6 +72,11 @@ def _why_not_merged(name: str, weights: Shapes, fp8: set[str], config: Mapping[s
     if any(part % BLOCK[0] for part in fused[:-1]):
         parts = ", ".join(map(str, fused))
         yield f"{_pattern(name)} has parts of {parts} rows, of which all but the last must be multiples of {BLOCK[0]}"
+    heads = config.get("num_attention_heads") or config.get("n_head")
+    if layer == "query_key_value" and isinstance(heads, int) and heads > 0 and config.get("model_type") in REORDERED:
+        head_dim = rows // (3 * heads)
+        if head_dim % BLOCK[0]:
+            yield f"{_pattern(name)} has heads of {head_dim} rows, no multiple of {BLOCK[0]}, and they are reordered"
     group = next((group for group in MERGED if layer in group), ())
     siblings = {other: f"{parent}.{other}.weight" for other in group if f"{parent}.{other}.weight" in weights}
     if len(siblings) < 2:

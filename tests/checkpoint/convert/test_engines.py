@@ -86,6 +86,15 @@ def test_q_k_and_v_in_one_tensor_are_split_over_gpus_each():
     )
 
 
+@pytest.mark.parametrize(("kind", "key"), [("gpt_neox", "num_attention_heads"), ("bloom", "n_head")])
+def test_heads_that_are_reordered_must_be_whole_blocks(kind, key):
+    small, large = ({"l.attention.query_key_value.weight": (3 * 8 * rows, 512)} for rows in (64, 128))
+    assert warnings(small, **{"model_type": kind, key: 8}) == (
+        REFUSED + "l.attention.query_key_value has heads of 64 rows, no multiple of 128, and they are reordered",
+    )
+    assert warnings(large, **{"model_type": kind, key: 8}) == ()
+
+
 def test_a_head_of_keys_in_one_tensor_with_q_is_not_split_over_gpus():
     qkv = {"l.self_attn.qkv_proj.weight": ((32 + 2 * 2) * 128, 4096)}
     assert warnings(qkv, num_attention_heads=32, num_key_value_heads=2) == ()
