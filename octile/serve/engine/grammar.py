@@ -47,9 +47,12 @@ def json_schema(schema: Mapping[str, Any] | str) -> str:
     """Return the grammar of the JSON texts that a schema allows, with the blanks of pretty-printed JSON.
 
     Raises:
-        ValueError: it is no JSON object.
+        ValueError: it is no JSON object, or nested too deeply.
     """
-    value = json.loads(schema) if isinstance(schema, str) else schema
+    try:
+        value = json.loads(schema) if isinstance(schema, str) else schema
+    except RecursionError:
+        raise ValueError("the schema is nested too deeply") from None
     if not isinstance(value, Mapping):
         raise ValueError(f"the schema must be an object, not {json.dumps(value)[:60]}")
     return _made("json_schema", json.dumps(with_blanks(value)))

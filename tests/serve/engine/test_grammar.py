@@ -146,6 +146,16 @@ def test_text_that_spells_a_special_token_is_text(tokenizer, grammar):
     assert takes(matcher, tokens)
 
 
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [("[]", "the schema must be an object"), ("[" * 100_000, "the schema is nested too deeply"), ("{", "Expecting")],
+    ids=["list", "deep", "no JSON"],
+)
+def test_a_text_that_is_no_schema_is_refused(schema, message):
+    with pytest.raises(ValueError, match=message):
+        json_schema(schema)
+
+
 @pytest.mark.parametrize("multiple", [0.01, 0.25, 5, 1.0, 1e-7, 99_999, 1.5e3])
 def test_common_multiples_are_followed(compiler, multiple):
     assert compiler.compile(json_schema({"type": "number", "multipleOf": multiple}))
