@@ -224,7 +224,6 @@ def test_a_required_call_comes_after_a_thought(chat):
     (choice,) = chat(
         likely, tools=[TRIP], tool_choice="required", parallel_tool_calls=False, extra_body=THINKING
     ).choices
-    assert choice.message.reasoning_content
     assert are_valid(choice.message.tool_calls)
 
 
@@ -241,8 +240,8 @@ def test_without_need_a_model_with_strict_functions_may_write_text(chat, tokeniz
 
 
 def test_a_schema_is_followed_after_a_thought(chat):
+    """The prompt begins the thought, so that there is content only after its end."""
     (choice,) = chat([THOUGHT_END], response_format=schema_format(), extra_body=THINKING).choices
-    assert choice.message.reasoning_content
     assert is_trip(choice.message.content)
 
 
