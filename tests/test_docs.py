@@ -52,7 +52,8 @@ def assumptions(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         save(DeepseekV3(ModelConfig.tiny()), "runs/tiny-deepseek_v3")
     if page.name == "look_inside_a_run.md":
         with tarfile.open(ROOT / "experiments" / "inside" / "run.tar.gz") as recorded:
-            recorded.extractall("runs", filter="data")
+            # Python 3.11.0 to 3.11.3 have no filters
+            recorded.extractall("runs", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     if page.name == "parallel.md":
         for run in ("one", "two", "eight"):
             Path("runs", run).mkdir(parents=True)
