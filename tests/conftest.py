@@ -43,11 +43,6 @@ settings.load_profile("octile")
 COVERED = {"each_value": 1, "each_pair": 2}  # how many parameters' values are tested in all combinations
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """One worker more than there are cores: tests wait for processes that they start for a third of their time."""
-    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1) + 1
-
-
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests of further combinations of parameters exhaustive, where a test is marked with a key of `COVERED`."""

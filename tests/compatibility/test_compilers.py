@@ -68,7 +68,7 @@ def test_a_model_is_exported_with_a_dynamic_number_of_rows(name: str):
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        pytest.param("layers", "aot_eager", id="layers"),
+        pytest.param("layers", "aot_eager", id="layers", marks=pytest.mark.exhaustive),
         pytest.param("fused block", "aot_eager", id="fused block", marks=pytest.mark.exhaustive),
         pytest.param("llama", "eager", id="llama"),
     ],

@@ -69,7 +69,7 @@ def attention_of(model: PreTrainedModel, **inputs: Any) -> tuple[dict[str, Any],
     return arguments, logits
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("use_cache", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_converted_model_is_causal_without_a_mask(use_cache: bool):
     model = llama()
     arguments, _ = attention_of(model, input_ids=TOKENS, use_cache=use_cache)

@@ -1,13 +1,9 @@
-"""Every CUDA kernel, and exhaustively every plan that DeepSeek-V3's shapes need, compiles for Hopper without spills."""
-
-from collections.abc import Callable
-from threading import Lock
+"""Every plan of every CUDA kernel that DeepSeek-V3's shapes need compiles for Hopper without spills."""
 
 import pytest
 
 from octile.bench.shapes import MIDDLE
 from octile.bench.tune import problem
-from octile.kernels.cuda import compile_all as module
 from octile.kernels.cuda.compile_all import CompiledKernel, compile_all, compile_gemm
 from octile.kernels.cuda.gemm.candidates import choose
 from octile.kernels.cuda.gemm.catalog import configs
@@ -15,32 +11,16 @@ from octile.kernels.cuda.gemm.cost_model import Chip
 from octile.kernels.cuda.jit import specialize
 from octile.kernels.hopper import SHARED_BYTES
 
+pytestmark = pytest.mark.exhaustive  # the tests of each kernel compile it, too, for an emulation of its threads
 
-@pytest.fixture(scope="module", params=["each kernel once", pytest.param("every plan", marks=pytest.mark.exhaustive)])
-def compiled(request: pytest.FixtureRequest) -> list[CompiledKernel]:
+
+@pytest.fixture(scope="module")
+def compiled() -> list[CompiledKernel]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("OCTILE_CUDA_COMPILER", raising=False)
-        if request.param == "each kernel once":
-            patch.setattr(module, "_compile", first_plans(module._compile))
         return compile_all("sm_90a")
 
 
-def first_plans(compile_plan: Callable[..., CompiledKernel]) -> Callable[..., CompiledKernel]:
-    """Return a function that compiles the first plan of each kernel, and of each schedule of the GEMMs."""
-    compiled: dict[tuple[str, object], CompiledKernel] = {}
-    lock = Lock()
-
-    def compile_first(case, kernel, constants, *others) -> CompiledKernel:
-        key = kernel, constants.get("schedule")
-        with lock:
-            if key not in compiled:
-                compiled[key] = compile_plan(case, kernel, constants, *others)
-        return compiled[key]
-
-    return compile_first
-
-
-@pytest.mark.exhaustive  # as are further plans of each kernel below
 def test_kernels_for_the_rows_of_inference_do_not_spill():
     chosen = {choose(problem(case), Chip(132)) for case in MIDDLE}
     assert [config for config in chosen if compile_gemm("", config).stack_bytes] == []

@@ -36,7 +36,7 @@ def assert_chosen(given):
     assert kernel.launch(*given, FIXED_POINT).tolist() == sample_tokens(*given).tolist()
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "how",
     [

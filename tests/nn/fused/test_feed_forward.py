@@ -365,10 +365,8 @@ def test_recomputing_activations_changes_no_bit(recipe, use_reentrant):
         assert same(gradients(m, x, again), expected)
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [pytest.param(SAVED, id="saved"), pytest.param(RECOMPUTED, id="recomputed", marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.exhaustive  # the whole model is compiled in tests/models
+@pytest.mark.parametrize("recipe", [SAVED, RECOMPUTED], ids=["saved", "recomputed"])
 def test_compiled_without_a_graph_break_they_compute_the_same(recipe):
     for m in modules(recipe):
         own, norm, x = copy.deepcopy(m), layer_norm(), x_of()

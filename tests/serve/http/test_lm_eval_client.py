@@ -121,14 +121,11 @@ def evaluate(folder, tmp_path, monkeypatch):
     return evaluated
 
 
-def ways(**options: dict) -> pytest.MarkDecorator:
-    """Ways in which lm-eval asks; all but the first are exhaustive."""
-    marks = [[], *[pytest.mark.exhaustive] * (len(options) - 1)]
-    cases = zip(options.items(), marks, strict=True)
-    return pytest.mark.parametrize("options", [pytest.param(how, id=name, marks=mark) for (name, how), mark in cases])
+ONE, CONCURRENT = {}, {"num_concurrent": 3}
 
 
-@ways(one={}, concurrent={"num_concurrent": 3}, batch={"batch_size": 2})
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("options", [ONE, CONCURRENT, {"batch_size": 2}], ids=["one", "concurrent", "batch"])
 def test_generated_answers_are_scored(served, evaluate, options):
     """The engine repeats the prompt."""
     questions = [{"question": f"f{i}(x):", "answer": f"f{i}(x" if i else "g"} for i in range(4)]
@@ -136,7 +133,15 @@ def test_generated_answers_are_scored(served, evaluate, options):
     assert results["exact_match,none"] == 0.75
 
 
-@ways(one={}, concurrent={"num_concurrent": 3}, batch={"batch_size": 3}, texts={"tokenized_requests": False})
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(ONE, id="one"),
+        pytest.param(CONCURRENT, id="concurrent", marks=pytest.mark.exhaustive),
+        pytest.param({"batch_size": 3}, id="batch", marks=pytest.mark.exhaustive),
+        pytest.param({"tokenized_requests": False}, id="texts", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_choices_have_the_log_likelihoods_of_the_model(of_model, questions, log_probs, tokenizer, evaluate, options):
     results, samples = evaluate(of_model, CHOSEN, questions, **options)
     begin = [] if options.get("tokenized_requests", True) else [tokenizer.begin]  # which the server puts before a text
@@ -153,6 +158,7 @@ def test_choices_have_the_log_likelihoods_of_the_model(of_model, questions, log_
     assert begin or n_greedy >= 4
 
 
+@pytest.mark.exhaustive
 def test_a_text_has_the_perplexity_of_the_model(of_model, log_probs, tokenizer, evaluate):
     text = "def add(x, y): return x + y"
     results, _ = evaluate(of_model, ROLLED, [{"question": text}])

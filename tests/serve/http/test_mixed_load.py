@@ -76,7 +76,7 @@ def load(of_v31, start):
     return asked, answers_alone(start().url, asked)
 
 
-@pytest.mark.parametrize("n_drafts", [0, 2])
+@pytest.mark.parametrize("n_drafts", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
 def test_answers_under_mixed_load_are_those_alone(load, start, n_drafts):
     asked, alone = load
     served = start(n_pages=150, n_drafts=n_drafts, max_batch=16)
@@ -161,7 +161,8 @@ def test_more_answers_of_a_model_under_mixed_load_are_those_alone(of_v31, comman
     assert counts(url)["num_preemptions"] > 0
 
 
-@pytest.mark.parametrize("in_flight", [256, pytest.param(1000, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive  # with 72 clients the test above finds the same
+@pytest.mark.parametrize("in_flight", [256, 1000])
 def test_a_thousand_clients_with_schemas_and_tools_lose_nothing(of_v31, start, monkeypatch, in_flight):
     if allow_files() < 2500:
         pytest.skip("the system allows this process too few open files for 1,000 clients and the server")

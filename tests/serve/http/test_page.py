@@ -112,7 +112,10 @@ def test_the_browser_shows_speed_cache_and_acceptance_and_stops(serve, open_page
     sync_api.expect(page.locator("#requests")).to_have_text("0, 0")
 
 
-@pytest.mark.parametrize("viewport", [(390, 844), (1280, 800)], ids=["390", "1280"])
+@pytest.mark.parametrize(
+    "viewport",
+    [pytest.param((390, 844), id="390"), pytest.param((1280, 800), id="1280", marks=pytest.mark.exhaustive)],
+)
 def test_meters_stay_in_view_while_a_long_answer_streams(serve, open_page, viewport):
     served = serve(step_seconds=0.005)
     page = open_page(served, viewport={"width": viewport[0], "height": viewport[1]})
@@ -209,7 +212,7 @@ def test_a_text_that_is_continued_has_no_system_prompt(serve, open_page):
     sync_api.expect(page.get_by_text("system prompt")).to_be_visible()
 
 
-@pytest.mark.parametrize("mode", ["chat", "text"])
+@pytest.mark.parametrize("mode", ["chat", pytest.param("text", marks=pytest.mark.exhaustive)])
 def test_what_is_cleared_while_it_is_written_leaves_nothing(serve, open_page, mode):
     served = serve(step_seconds=0.01)
     page = open_page(served)

@@ -181,7 +181,7 @@ def save_large(place: str) -> None:
     checkpoints.close()
 
 
-@pytest.mark.parametrize("file", ["tensors-", "octile.json"])
+@pytest.mark.parametrize("file", ["tensors-", pytest.param("octile.json", marks=pytest.mark.exhaustive)])
 def test_a_kill_in_an_upload_leaves_the_last_checkpoint(arguments, straight, server, place, tmp_path, file):
     run = tmp_path / "run"
     server.stall(f"step_00000004/{file}")
