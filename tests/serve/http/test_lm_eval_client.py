@@ -19,6 +19,8 @@ from octile.serve.weights.load import Folder
 from tests.serve.http.conftest import Served
 from tests.serve.models import exact_model
 
+pytestmark = pytest.mark.exhaustive  # test_echo.py has what it needs of the server
+
 GENERATED = """
 output_type: generate_until
 doc_to_target: "{{answer}}"
@@ -124,7 +126,6 @@ def evaluate(folder, tmp_path, monkeypatch):
 ONE, CONCURRENT = {}, {"num_concurrent": 3}
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [ONE, CONCURRENT, {"batch_size": 2}], ids=["one", "concurrent", "batch"])
 def test_generated_answers_are_scored(served, evaluate, options):
     """The engine repeats the prompt."""
@@ -135,12 +136,8 @@ def test_generated_answers_are_scored(served, evaluate, options):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        pytest.param(ONE, id="one"),
-        pytest.param(CONCURRENT, id="concurrent", marks=pytest.mark.exhaustive),
-        pytest.param({"batch_size": 3}, id="batch", marks=pytest.mark.exhaustive),
-        pytest.param({"tokenized_requests": False}, id="texts", marks=pytest.mark.exhaustive),
-    ],
+    [ONE, CONCURRENT, {"batch_size": 3}, {"tokenized_requests": False}],
+    ids=["one", "concurrent", "batch", "texts"],
 )
 def test_choices_have_the_log_likelihoods_of_the_model(of_model, questions, log_probs, tokenizer, evaluate, options):
     results, samples = evaluate(of_model, CHOSEN, questions, **options)
@@ -158,7 +155,6 @@ def test_choices_have_the_log_likelihoods_of_the_model(of_model, questions, log_
     assert begin or n_greedy >= 4
 
 
-@pytest.mark.exhaustive
 def test_a_text_has_the_perplexity_of_the_model(of_model, log_probs, tokenizer, evaluate):
     text = "def add(x, y): return x + y"
     results, _ = evaluate(of_model, ROLLED, [{"question": text}])
