@@ -14,12 +14,16 @@ import pytest
 
 pytest.importorskip("fastapi", reason="octile[serve] is not installed")
 
+from octile.serve.engine.config import EngineConfig
+from octile.serve.engine.engine import Engine
 from octile.serve.http.address import bind, url_of
 from octile.serve.http.chat import ChatTemplate
 from octile.serve.http.config import Limits, Parsers
 from octile.serve.http.server import Server
 from octile.serve.http.service import Service
+from octile.serve.runner.model_runner import ModelRunner
 from tests.serve.fake_engine import FakeEngine, Pair
+from tests.serve.models import exact_model
 
 SHORT_DRAIN = Limits(drain=1.0)
 
@@ -179,3 +183,19 @@ def served(tokenizer):
     """A server that the tests of a file share."""
     with shared(tokenizer) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def model():
+    return exact_model(vocab_size=320)
+
+
+@pytest.fixture(scope="module")
+def exact(tokenizer, model):
+    """A server of a model in exact mode."""
+    runner = ModelRunner(model, 64, batch_invariant=True)
+    engine = Engine(runner, tokenizer, EngineConfig(max_batch=4, max_step_tokens=40))
+    engine.tokenizer, engine.max_position = tokenizer, runner.max_position
+    served = Served(engine, Limits(), (), None)
+    yield served
+    served.stop()

@@ -7,30 +7,10 @@ import httpx
 import pytest
 import torch
 
-from octile.serve.engine.config import EngineConfig
-from octile.serve.engine.engine import Engine
-from octile.serve.http.config import Limits
-from octile.serve.runner.model_runner import ModelRunner
 from tests.serve.http.conftest import Served
-from tests.serve.models import exact_model, text
+from tests.serve.models import text
 
 PROMPT = text(30)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return exact_model(vocab_size=320)
-
-
-@pytest.fixture(scope="module")
-def exact(tokenizer, model):
-    """A server of a model in exact mode."""
-    runner = ModelRunner(model, 64, batch_invariant=True)
-    engine = Engine(runner, tokenizer, EngineConfig(max_batch=4, max_step_tokens=40))
-    engine.tokenizer, engine.max_position = tokenizer, runner.max_position
-    served = Served(engine, Limits(), (), None)
-    yield served
-    served.stop()
 
 
 def post(served: Served, **fields) -> httpx.Response:
