@@ -81,6 +81,7 @@ COMPLETIONS: Mapping[str, Values] = {**VLLM, **VLLM_COMPLETIONS, **SGLANG, **OPE
 CHAT: Mapping[str, Values] = {**VLLM, **VLLM_CHAT, **SGLANG, **SGLANG_CHAT, **OPENAI}
 
 
+RESPONSE_ITEMS: Mapping[str, Values] = {"async": (), "async_": (), "caller": (), "namespace": ()}  # of OpenAI's tools
 RESPONSES: Mapping[str, Values] = {
     **VLLM,
     **OPENAI,

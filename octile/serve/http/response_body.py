@@ -7,7 +7,8 @@ Source: OpenAI's API reference, "Create a model response" and its input items.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
@@ -34,7 +35,6 @@ FIELDS_OF_CHAT = {  # a field of the chat: the field of this body that it comes 
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
-    "tool_choice": "tool_choice",
 }
 
 
@@ -62,7 +62,7 @@ Content = str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=
 class Item(Body):
     """What all items have that were a part of an earlier answer."""
 
-    neutral = {"async": (), "async_": (), "caller": (), "namespace": ()}  # noqa: RUF012 - of OpenAI's tools, null here
+    neutral = neutral.RESPONSE_ITEMS
 
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
@@ -221,7 +221,7 @@ class ResponseBody(SampledBody):
         """The chat that is asked for.
 
         Raises:
-            ApiError: 400, fields do not fit together.
+            ApiError: 400, fields do not fit together; it has the chat's names of fields, as in `own_names`.
         """
         given = self.model_dump(include={*SampledBody.model_fields}, exclude_unset=True, by_alias=True)
         form = None if self.text is None or self.text.format is None else self.text.format.for_chat()
@@ -245,7 +245,7 @@ class ResponseBody(SampledBody):
         try:
             return ChatBody.model_validate(fields)
         except ValidationError as error:
-            raise of_response(ApiError(400, *describe(error))) from None
+            raise ApiError(400, *describe(error)) from None
 
     def _messages(self) -> Sequence[dict[str, Any]]:
         """The conversation. What the model has written between two messages of others is one message."""
@@ -292,18 +292,15 @@ def _without_type(tool: ResponseTool) -> dict[str, Any]:
     return tool.model_dump(exclude={"type"}, exclude_none=True)
 
 
-def of_response(error: ApiError) -> ApiError:
-    """An error of the chat with the names that fields have in this body."""
-    if error.param is None:
-        return error
-    first, _, rest = error.param.partition(".")
-    own = ".".join(filter(None, (FIELDS_OF_CHAT.get(first, first), rest))).replace(".function.", ".")
-    return ApiError(error.status, error.message.replace(error.param, own), own, error.code, error.headers)
-
-
-def renamed(compute: Callable[[], Any]) -> Any:
-    """Compute something of the chat; its errors name the fields of this body."""
+@contextmanager
+def own_names() -> Iterator[None]:
+    """Give errors of the chat the names that fields have in this body."""
     try:
-        return compute()
+        yield
     except ApiError as error:
-        raise of_response(error) from None
+        if error.param is None:
+            raise
+        first, _, rest = error.param.partition(".")
+        own = ".".join(filter(None, (FIELDS_OF_CHAT.get(first, first), rest))).replace(".function.", ".")
+        message = error.message.replace(error.param, own)
+        raise ApiError(error.status, message, own, error.code, error.headers) from None

@@ -191,20 +191,20 @@ class _Items:
         if not text and not logprobs:
             return
         self._part["text"] += text
-        more = {"delta": text}
+        more: Event = {"delta": text}
         if kind == "message":
             self._part["logprobs"] += logprobs
-            more["logprobs"] = logprobs  # type: ignore[assignment]
+            more["logprobs"] = logprobs
         else:
             self.thought += text
         yield {"type": f"response.{self._part['type']}.delta", **self._place(), "content_index": 0, **more}
 
     def _open(self, kind: str) -> Iterator[Event]:
         if kind == "message":
-            item = {"role": "assistant"}
+            item: Event = {"role": "assistant"}
             self._part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         else:
-            item = {"summary": []}  # type: ignore[dict-item]
+            item = {"summary": []}
             self._part = {"type": "reasoning_text", "text": ""}
         prefix = {"message": "msg", "reasoning": "rs"}[kind]
         self.items.append({"id": _new_id(prefix), "type": kind, "status": "in_progress", **item, "content": []})

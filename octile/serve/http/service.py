@@ -33,7 +33,7 @@ from octile.serve.http.protocol import (
     parse,
 )
 from octile.serve.http.reasoning import ReasoningParser, Thought
-from octile.serve.http.response_body import LOGPROBS, ResponseBody, renamed
+from octile.serve.http.response_body import LOGPROBS, ResponseBody, own_names
 from octile.serve.http.response_object import ResponseObject
 from octile.serve.http.responses import (
     NEVER_RETRY,
@@ -272,7 +272,8 @@ class Service:
         return Job(answer, requests)
 
     def _response(self, body: ResponseBody) -> Job:
-        _, requests, make_parser = renamed(lambda: self._chat(body.chat()))
+        with own_names():
+            _, requests, make_parser = self._chat(body.chat())
         if make_parser is not None and body.shows_logprobs:
             why = "this server divides thoughts or calls from the text"
             raise ApiError(400, f"include must not have {LOGPROBS}: {why}", "include")
