@@ -58,8 +58,9 @@ PAGED_ATTENTION: dict[str, int] = {
 # Rows of a program, and keys at a time; on GPUs with less shared memory than Hopper smaller ones, which do not spill.
 RAGGED_ATTENTION: dict[str, int] = {"ROWS": 128, "KEYS": 64, "num_warps": 8, "num_stages": 3}
 RAGGED_ATTENTION_SMALL: dict[str, int] = {"ROWS": 64, "KEYS": 32, "num_warps": 4, "num_stages": 2}
-# Logits of a program at a time, programs an SM, and parts of a row at most; warps of a part, and of a row's list.
-SAMPLE_TOKENS: dict[str, int] = {"BLOCK": 4096, "PROGRAMS": 2, "MAX_PARTS": 128, "num_warps": 8, "list_warps": 16}
+# Logits of a program at a time, programs an SM, and parts of a row at most.
+SAMPLE_TOKENS: dict[str, int] = {"BLOCK": 4096, "PROGRAMS": 2, "MAX_PARTS": 128, "num_warps": 8}
+SEARCH_OF_SAMPLE_TOKENS: dict[str, int] = {"BLOCK": 512, "WAYS": 16, "num_warps": 8}  # keys at a time, ways of a pass
 ROW_INVARIANT: dict[str, int] = {"TILE_M": 64, "TILE_N": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
 ROW_INVARIANT_OF_MANY: dict[str, int] = ROW_INVARIANT | {"TILE_N": 128, "num_stages": 4}
 ROW_INVARIANT_WIDE: dict[str, int] = ROW_INVARIANT | {"TILE_M": 128, "TILE_N": 256, "num_warps": 8}
