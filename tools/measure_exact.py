@@ -31,7 +31,7 @@ from octile.train.trainer import Trainer
 from tools.measure_ranks import random_store
 
 WARM_UP, STEPS = 3, 5
-TRAINED = {"medium": (2048, 64, 4), "small": (1024, 32, 1)}  # positions, texts of a step, micro-batches
+TRAINED = {"medium": (2048, 64, 4), "small": (2048, 16, 1)}  # positions, texts of a step, micro-batches
 BATCHES = (1, 32, 256)
 
 
