@@ -13,6 +13,7 @@
                 dw = d(gate)ᵀ · x, d(up)ᵀ · x and dyᵀ · h, summed in FP32
 
 Products with the weights of gate and up are one GEMM where these are one weight or can be joined (`FusedLayers`).
+Rows that another library has dispatched, sorted by expert, are computed where they are (`sorted_experts_feed_forward`).
 wgrad's operands of experts have tiles of 128 rows of one expert each (`octile.ops.groups`).
 
 The weight of an expert's result multiplies h (`octile.ops.swiglu`). What is dispatched to experts and requantized there
@@ -71,7 +72,19 @@ def feed_forward(x: BlockInput, weights: Sequence[Tensor], dtype: torch.dtype) -
         weights: gate and up [I, D], or gate_up [2I, D], the gate's rows first; and down [D, I].
     """
     s = settings(x.recipe, dtype, weights, x.x)
-    return _FeedForward.apply(x.x, None, None, x, None, s, *weights)
+    return _FeedForward.apply(x.x, None, None, x, None, None, s, *weights)
+
+
+def sorted_experts_feed_forward(x: BlockInput, weights: Sequence[Tensor], offs_E: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute rows that are sorted by expert, each by the weights of its expert: [R, D] in dtype.
+
+    Args:
+        x: rows [R, D].
+        weights: gate and up [E, I, D], or gate_up [E, 2I, D], the gates' rows first; and down [E, D, I].
+        offs_E: int32 [E], the end of each expert's rows. Rows after the last give zeros, and get a gradient of zeros.
+    """
+    s = settings(x.recipe, dtype, weights, x.x)
+    return _FeedForward.apply(x.x, None, None, x, None, offs_E, s, *weights)
 
 
 class _Exchange:
@@ -113,15 +126,16 @@ def experts_feed_forward(
     s = settings(x.recipe, dtype, (gate_up, down), x.x)
     if shared is None or not routed.dispatcher.exchanges:
         add = None if shared is None else shared()
-        return _FeedForward.apply(x.x, weights_TK, add, x, routed, s, gate_up, down)
+        return _FeedForward.apply(x.x, weights_TK, add, x, routed, None, s, gate_up, down)
     routed = routed._replace(exchange=_Exchange())
-    sent = _FeedForward.apply(x.x, weights_TK, None, x, routed, s, gate_up, down)
+    sent = _FeedForward.apply(x.x, weights_TK, None, x, routed, None, s, gate_up, down)
     return _Sum.apply(sent, shared(), routed, s.formats)
 
 
 class _FeedForward(torch.autograd.Function):
-    """A dense layer, whose weights are gate, up and down, or gate_up and down; or experts with gate_up and down.
+    """A dense layer or experts, to which rows are dispatched or were before.
 
+    Weights are gate, up and down, or gate_up and down; of experts to which rows are dispatched gate_up and down.
     With an exchange the result is a scalar without a meaning, by which autograd knows that `_Sum` comes after it.
     """
 
@@ -133,11 +147,12 @@ class _FeedForward(torch.autograd.Function):
         add: Tensor | None,
         x: BlockInput,
         routed: Routed | None,
+        offs_E: Tensor | None,
         s: Settings,
         *weights: Tensor,
     ) -> Tensor:
-        route = _Route(routed)
-        layers = FusedLayers(weights, ctx.needs_input_grad[6:], s, shared=len(weights) - 1)
+        route = _Route(routed, offs_E)
+        layers = FusedLayers(weights, ctx.needs_input_grad[7:], s, shared=len(weights) - 1)
         *up_projections, down = quantized = layers.quantize(weights)
         sent, weight_R = route.send(x.q, weights_TK)
         rows = route.dispatch(sent)
@@ -150,7 +165,7 @@ class _FeedForward(torch.autograd.Function):
         layers.report_fprop(-1, weights, lambda: _h_values(gate, up, weight_R), h, down, route.offs)
         is_here = sent is x.q  # what came from other ranks is saved; other layers save their input only where it was
         saved = {"x": x.saved if is_here else sent, "gate_up": saved_gate_up, "weight_R": weight_R}
-        save_for_backward(ctx, layers, quantized, **saved, plan=routed and routed.plan[:3])
+        save_for_backward(ctx, layers, quantized, **saved, plan=routed and routed.plan[:3], offs_E=offs_E)
         ctx.how_saved, ctx.x_dtype = x.how_saved if is_here else None, x_TD.dtype
         ctx.dispatcher, ctx.handle = routed and routed.dispatcher, routed and routed.plan.handle
         ctx.exchange = routed and routed.exchange
@@ -166,10 +181,10 @@ class _FeedForward(torch.autograd.Function):
         layers, weights, saved = load_saved(ctx, dy_TD)
         s, formats, weight_R = layers.settings, layers.settings.formats, saved["weight_R"]
         plan = saved["plan"] and RoutingPlan(*saved["plan"])._replace(handle=ctx.handle)
-        route = _Route(plan and Routed(ctx.dispatcher, plan, ctx.exchange))
+        route = _Route(plan and Routed(ctx.dispatcher, plan, ctx.exchange), saved["offs_E"])
         *up_projections, down = weights
 
-        groups = route.align(formats)
+        groups = route.align(len(dy_TD), formats)
         dy, dy_t = route.dispatch_gradient(dy_TD, formats, groups)
         dh = nt(dy, down.w_t, route.offs, s.dtype)
         x = saved["x"] if ctx.how_saved is None else ctx.how_saved.quantized(saved["x"])
@@ -208,7 +223,7 @@ class _FeedForward(torch.autograd.Function):
         if plan is not None:
             sending_dweight = sending_dweight or route.begin_send_back(dweight_R[:, None])
             dweights_TK = ctx.dispatcher.combine_weights(sending_dweight, plan)
-        return dx, dweights_TK, dy_TD if ctx.needs_input_grad[2] else None, None, None, None, *dws
+        return dx, dweights_TK, dy_TD if ctx.needs_input_grad[2] else None, None, None, None, None, *dws
 
 
 class _Sum(torch.autograd.Function):
@@ -237,11 +252,14 @@ class _Sum(torch.autograd.Function):
 
 
 class _Route:
-    """Dispatch to experts and combine, in FP8 and in high precision; a dense layer's rows stay where they are."""
+    """Dispatch to experts and combine, in FP8 and in high precision.
 
-    def __init__(self, routed: Routed | None):
+    Rows stay where they are if routed is None: those of a dense layer, or, with offs_E, rows that are sorted by expert.
+    """
+
+    def __init__(self, routed: Routed | None, offs_E: Tensor | None = None):
         self.routed = routed
-        self.offs = None if routed is None else routed.plan.offs_E
+        self.offs = offs_E if routed is None else routed.plan.offs_E
         self.exchange = None if routed is None else routed.exchange
 
     def can_overlap(self) -> bool:
@@ -268,9 +286,10 @@ class _Route:
     def dispatch(self, x: ScaledTensor) -> ScaledTensor:
         return x if self.routed is None else self.routed.dispatcher.dispatch_quantized(x, self.routed.plan)
 
-    def align(self, formats: GemmFormats) -> AlignedGroups | None:
-        """Align the experts' rows to the tiles of wgrad's operands."""
-        return None if self.routed is None else align_experts(self.offs, len(self.routed.plan.order_R), formats)
+    def align(self, tokens: int, formats: GemmFormats) -> AlignedGroups | None:
+        """Align the experts' rows to the tiles of wgrad's operands; a dense layer's are not aligned."""
+        rows = tokens if self.routed is None else len(self.routed.plan.order_R)
+        return align_experts(self.offs, rows, formats)
 
     def dispatch_requantized(
         self,
@@ -280,7 +299,7 @@ class _Route:
         operand: str = "wgrad_x",
     ) -> ScaledTensor:
         if self.routed is None or groups is None:
-            return requantize(x, operand_format, operand)
+            return requantize(x, operand_format, operand, groups=groups)
         return self.routed.dispatcher.dispatch_requantized(x, self.routed.plan, operand_format, operand, groups)
 
     def dispatch_values(self, x: Tensor) -> Tensor:
@@ -292,7 +311,7 @@ class _Route:
     ) -> tuple[ScaledTensor, ScaledTensor]:
         """Quantize dy for dgrad and for wgrad. It is dispatched in tiles that can be requantized."""
         if self.routed is None:
-            return quantize_gradient(dy, formats)
+            return quantize_gradient(dy, formats, groups=groups)
         dgrad_format, wgrad_format = formats.routed_dy
         if self.exchange is None:
             q = self.routed.dispatcher.send_quantized(quantize_operand(dy, dgrad_format, "dy"), self.routed.plan)

@@ -92,7 +92,8 @@ class FusedLayers:
 
     Layers that multiply one input are joined: their weights are quantized as one matrix, and each of fprop, dgrad and
     wgrad is one GEMM, whose results, and operands for observers, are split. Their dgrad so sums over the outputs of
-    all of them in FP32. The methods take the number of a GEMM; where nothing is joined, it is that of the layer.
+    all of them in FP32. wgrad of experts is one GEMM a weight, so that each gradient is contiguous. The methods take
+    the number of a GEMM; where nothing is joined, it is that of the layer.
 
     Args:
         weights: [N, K], or of experts [G, N, K].
@@ -199,7 +200,7 @@ class FusedLayers:
                 report_backward(self.observers[i], ObservedGemm("wgrad", value.mT, part, x.mT, offs, tiles))
 
         def compute() -> list[Tensor | None]:
-            if len(layers) > 1 and all(self.main_grads[i] is None for i in layers):
+            if len(layers) > 1 and offs is None and all(self.main_grads[i] is None for i in layers):
                 dw = wgrad(dy, x, offs, self.dtypes[layers[0]], None)
                 assert dw is not None  # it has no main_grad
                 return list(dw.split(sizes))

@@ -155,11 +155,11 @@ def quantize_joined_weights(
     """Quantize weights that multiply one input as one matrix of their rows; see `why_not_join_weights`.
 
     Args:
-        weights: [N_i, K].
+        weights: [..., N_i, K].
         cache, needs_dgrad: as in `quantize_weight`.
 
     Returns:
-        w [ΣN_i, K] and w_t [K, ΣN_i], whose blocks are those of each weight alone.
+        w [..., ΣN_i, K] and w_t [..., K, ΣN_i], whose blocks are those of each weight alone.
     """
     transpose = needs_dgrad and weights[0].is_cuda
 
@@ -173,7 +173,7 @@ def quantize_joined_weights(
     else:
         quantized = make([w.detach() for w in weights], operand_format)
     if has_observers():
-        for part in split_rows(quantized.w, [len(w) for w in weights]):
+        for part in split_rows(quantized.w, [w.shape[-2] for w in weights]):
             report_quantization("w", part)
     return quantized
 
@@ -182,12 +182,14 @@ def quantize_requested(requests: Sequence[WeightRequest]) -> None:
     """Quantize weights in 128×128 blocks and store them in the weight cache, by as few launches as possible.
 
     Args:
-        requests: what `recorded_requests` has returned. Those for other formats are left to their first use.
+        requests: what `recorded_requests` has returned. Those for other formats, and for stacked weights that are
+            joined, are left to their first use.
     """
     alike: dict[tuple[OperandFormat, bool, Hashable], dict[Hashable, WeightRequest]] = {}
     for request in requests:
         weights, w_format, transposed = request
-        if w_format.block == BLOCK and w_format.amax == "current":
+        are_stacks_joined = len(weights) > 1 and weights[0].dim() > 2
+        if w_format.block == BLOCK and w_format.amax == "current" and not are_stacks_joined:
             key = w_format, transposed, (weights[0].dtype, weights[0].device)
             alike.setdefault(key, {})[tuple(map(id, weights))] = request  # once
     for (w_format, transposed, _), found in alike.items():
@@ -207,15 +209,19 @@ def why_not_join_weights(weights: Sequence[Tensor], operand_format: OperandForma
         return "a block has rows of several weights"
     if any(w.dtype != weights[0].dtype for w in weights):
         return "the weights have several dtypes"
-    return why_not_join("weights", weights, 0)
+    if weights[0].dim() == 2:
+        return why_not_join("weights", weights, 0)
+    if any((w.shape[:-2], w.shape[-1]) != (weights[0].shape[:-2], weights[0].shape[-1]) for w in weights):
+        return "the stacked weights have several sizes"
+    return "a block has rows of several weights" if any(w.shape[-2] % BLOCK[0] for w in weights[:-1]) else None
 
 
 def split_rows(q: ScaledTensor, sizes: Sequence[int]) -> list[ScaledTensor]:
-    """View a matrix as parts of these numbers of rows, of which each but the last has whole blocks."""
+    """View matrices [..., M, K] as parts of these numbers of rows, of which each but the last has whole blocks."""
     ends = list(accumulate(sizes))
     rows = q.block[0]
     return [
-        ScaledTensor(q.data[end - size : end], q.scale[(end - size) // rows : -(-end // rows)], q.block)
+        ScaledTensor(q.data[..., end - size : end, :], q.scale[..., (end - size) // rows : -(-end // rows), :], q.block)
         for size, end in zip(sizes, ends, strict=True)
     ]
 
@@ -227,13 +233,23 @@ def _quantize_joined(
     with_transposed: bool = True,
     dy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    power_of_2 = operand_format.scale == "power_of_2"
-    if any(isinstance(w, GatheredWeight) for w in weights):
-        parts = [gathered(w) if isinstance(w, GatheredWeight) else _quantize(w, operand_format) for w in weights]
-        data, scale = torch.cat([part.data for part in parts]), torch.cat([part.scale for part in parts])
-        return data, scale, transpose_encoded(data, dy) if with_transposed else data.mT
-    detached = [w.detach() for w in weights]
-    return quantize_joined(detached, operand_format.fmt.name, power_of_2, with_data, with_transposed, dy)
+    fmt, power_of_2 = operand_format.fmt.name, operand_format.scale == "power_of_2"
+    is_gathered = any(isinstance(w, GatheredWeight) for w in weights)
+    if weights[0].dim() == 2 and not is_gathered:
+        return quantize_joined([w.detach() for w in weights], fmt, power_of_2, with_data, with_transposed, dy)
+    if not (with_data or is_gathered) and dy is not None:
+        transposes, scales = zip(*(quantize_transposed(w.detach(), fmt, power_of_2, dy) for w in weights), strict=True)
+        data_t = _cat_encoded(transposes, dim=-1)
+        return data_t.mT, torch.cat(scales, dim=-2), data_t
+    parts = [gathered(w) if isinstance(w, GatheredWeight) else _quantize(w.detach(), operand_format) for w in weights]
+    data = _cat_encoded([part.data for part in parts], dim=-2)
+    scale = torch.cat([part.scale for part in parts], dim=-2)
+    return data, scale, transpose_encoded(data, dy) if with_transposed else data.mT
+
+
+def _cat_encoded(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Concatenate encoded values as bytes: inside autocast `torch.cat` refuses dtypes of 8 bits."""
+    return torch.cat([part.view(torch.uint8) for part in parts], dim).view(parts[0].dtype)
 
 
 def _quantize_one_layout(weight: Tensor, operand_format: OperandFormat) -> QuantizedWeight:

@@ -22,7 +22,7 @@ from octile.nn.conversion import apply_recipe
 from octile.nn.dispatcher import LocalDispatcher
 from octile.nn.functional import linear
 from octile.nn.fused.block_input import quantize_block_input
-from octile.nn.fused.feed_forward import Routed, experts_feed_forward
+from octile.nn.fused.feed_forward import Routed, experts_feed_forward, feed_forward, sorted_experts_feed_forward
 from octile.nn.fused.pre_norm import pre_norm
 from octile.nn.gate import Gate
 from octile.nn.mlp import MLP
@@ -455,3 +455,38 @@ def test_layers_of_different_recipes_are_not_fused():
     assert m.fusion() is None
     assert mlp(SAVED.without("wgrad")).fusion() is None
     assert mlp(SAVED).fusion().recipe == SAVED
+
+
+# Experts whose rows another library has sorted
+
+
+@every_fused
+@settings(max_examples=5, deadline=None)
+@given(counts=st.lists(st.sampled_from([0, 1, 37, 128, 200]), min_size=3, max_size=3))
+def test_sorted_experts_compute_what_a_dense_layer_of_each_expert_does(recipe: Recipe, counts: list[int]):
+    """Bit for bit, except that wgrad also sums the zeros of its tiles, so in another order; further rows give zeros."""
+    generator = torch.Generator().manual_seed(0)
+    x_RD = torch.randn(sum(counts) + 5, D, generator=generator)
+    dy_RD = torch.randn(x_RD.shape, generator=generator)
+    stacks = [torch.randn(3, *size, generator=generator) * D**-0.5 for size in ((I, D), (I, D), (D, I))]
+
+    def results(compute, x: Tensor, dy: Tensor, weights: list[Tensor]) -> list[Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (x, *weights)]
+        y = compute(quantize_block_input(leaves[0], recipe), leaves[1:])
+        y.backward(dy)
+        return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+    offs = torch.tensor(counts).cumsum(0).int()
+    y_RD, dx_RD, *dws = results(
+        lambda x, w: sorted_experts_feed_forward(x, w, offs, torch.float32), x_RD, dy_RD, stacks
+    )
+    assert not y_RD[sum(counts) :].any()
+    assert not dx_RD[sum(counts) :].any()
+    for e, end in enumerate(offs.tolist()):
+        rows = slice(end - counts[e], end)
+        weights = [stack[e] for stack in stacks]
+        alone = results(lambda x, w: feed_forward(x, w, torch.float32), x_RD[rows], dy_RD[rows], weights)
+        assert torch.equal(y_RD[rows], alone[0])
+        assert torch.equal(dx_RD[rows], alone[1])
+        for dw, expected in zip(dws, alone[2:], strict=True):
+            assert (dw[e] - expected).norm() <= 1e-5 * expected.norm()

@@ -12,13 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from octile.nn import weight_cache
 from octile.nn.conversion import apply_recipe
 from octile.nn.fused import layers as fused_layers
 from octile.nn.fused.layers import FusedLayers, settings
+from octile.nn.fused.quantize import _quantize_joined, quantize_requested
+from octile.nn.gathered_weight import GatheredWeight
 from octile.nn.mla import MLA
 from octile.nn.mlp import MLP
 from octile.nn.observer import ObservedGemm, observe_gemms, observe_quantization
 from octile.nn.rope import Rope
+from octile.nn.weight_cache import WeightRequest
 from octile.recipe import Recipe
 from octile.scaled import ScaledTensor, quantize
 
@@ -223,3 +227,25 @@ def test_a_quantized_part_is_the_weight_quantized_alone():
         alone = quantize(weight, of_w.block, of_w.fmt, of_w.scale)
         assert torch.equal(part.data.view(torch.uint8), alone.data.view(torch.uint8))
         assert torch.equal(part.scale, alone.scale)
+
+
+@pytest.mark.parametrize("modes", [(True, False), (True, True), (False, True)], ids=["data", "both", "transposed"])
+@pytest.mark.parametrize("gathers", [False, True], ids=["weights", "gathered weights"])
+def test_stacked_weights_are_joined_expert_by_expert(modes: tuple[bool, bool], gathers: bool):
+    with_data, with_transposed = modes
+    stacks, w_format, dy = [torch.randn(3, 128, D), torch.randn(3, 70, D)], CACHED.formats.w, torch.empty(0)
+    parts = [quantize(stack, w_format.block, w_format.fmt, w_format.scale) for stack in stacks]
+    if gathers:
+        stacks[0] = GatheredWeight(parts[0].data, parts[0].scale, torch.float32)
+    data, scale, data_t = _quantize_joined(stacks, w_format, with_data, with_transposed, dy)
+    for e in range(3):
+        expected = torch.cat([part.data[e].view(torch.uint8) for part in parts])
+        assert torch.equal(data[e].view(torch.uint8) if with_data else expected, expected)
+        assert torch.equal(data_t[e].view(torch.uint8) if with_transposed else expected.mT, expected.mT)
+        assert torch.equal(scale[e], torch.cat([part.scale[e] for part in parts]))
+
+
+def test_stacked_weights_that_are_joined_are_quantized_at_their_first_use():
+    stacks = [torch.randn(3, 128, D, requires_grad=True) for _ in range(2)]
+    quantize_requested([WeightRequest(tuple(stacks), CACHED.formats.w, False)])
+    assert all(stack.untyped_storage() not in weight_cache._cache for stack in stacks)
