@@ -5,8 +5,8 @@ rotary embedding five for each of queries and keys. `use_fused_kernels` has octi
 Under `torch.compile` the model's own code is traced, which the compiler fuses itself.
 
 A module that is recognized by what it computes (`octile.nn.structure`) gets a subclass of its class, of the same name,
-with another `forward`. It remains the same object with the same parameters, hooks, `state_dict` and `isinstance`, and
-can be copied and pickled. Nothing of the other library is changed, and other modules of the class are not.
+with another `forward` (`octile.nn.made_class`). Nothing of the other library is changed, and other modules of the class
+are not.
 
 A rotary embedding is a function that attention's forward pass calls by its global name. The subclass has this forward
 pass with another function under that name, and with the same decorators: transformers renames arguments by some.
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from octile.nn.fused.elementwise import can_use_operators, rms_norm
 from octile.nn.fused.fusion import is_forward_replaced
 from octile.nn.fused.rotary import rotate_halves, why_not_rotate_halves
+from octile.nn.made_class import MadeClass, make_subclass
 from octile.nn.norm import RMSNorm
 from octile.nn.structure import RotaryFunction, eps_of_rms_norm, rotary_functions
 from octile.ops.norm import MAX_COLUMNS
@@ -66,31 +67,12 @@ def use_fused_kernels(model: nn.Module) -> FusedKernels:
     return FusedKernels(norms, rotary_embeddings)
 
 
-class _WithFusedKernel:
-    """Mixin of the classes that are made here, which pickle and `copy` cannot find by their names.
-
-    Attributes:
-        made_by: the function that makes the class, and its arguments.
-    """
-
-    made_by: tuple[Any, ...]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced = super().__reduce_ex__(protocol)
-        if "made_by" not in vars(type(self)):  # a class that another library has derived from it
-            return reduced
-        return _new, self.made_by, *reduced[2:]
-
-
-def _new(maker: Callable[..., type[nn.Module]], *arguments: Any) -> nn.Module:
-    cls = maker(*arguments)
-    return cls.__new__(cls)
+class _WithFusedKernel(MadeClass):
+    """Mixin of the classes that are made here."""
 
 
 def _subclass(cls: type[nn.Module], forward: Callable[..., Any], *made_by: Any) -> type[nn.Module]:
-    """Make a subclass with another forward pass, of the same name: libraries look for it."""
-    copied = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(cls.__name__, (_WithFusedKernel, cls), {"forward": forward, "made_by": made_by, **copied})
+    return make_subclass(cls, (_WithFusedKernel,), {"forward": forward}, *made_by)
 
 
 @functools.cache
