@@ -16,7 +16,7 @@ from octile.nn.fused.fusion import FusableModule, is_forward_replaced
 from octile.nn.fused.shared_quantization import share_among_children
 from octile.nn.joined_linear import JoinedLinear
 from octile.nn.linear import Linear, check_recipe, with_class
-from octile.nn.mlp import SwiGLU
+from octile.nn.mlp import FeedForward, SwiGLU, feed_forward_class
 from octile.nn.moe import Experts
 from octile.nn.structure import called_on_one_input, is_called_in_a_row, swiglu_class
 from octile.recipe import Recipe
@@ -27,9 +27,12 @@ LEFT_OUT = "left out by filter"
 PATCHED = "a forward pass that another library has replaced"
 STACKED = "stacked weights that octile cannot convert"
 
-# Packages whose stacked experts are converted, with the module whose `stacked_experts(module)` says how. It is imported
-# only where the package is in use.
-INTEGRATIONS = {"transformers": "octile.integrations.transformers"}
+# Packages, or modules of packages, whose stacked experts are converted, with the module whose `stacked_experts(module)`
+# says how. It is imported only where the package is in use.
+INTEGRATIONS = {
+    "transformers": "octile.integrations.transformers",
+    "torchtitan.models.moe.moe": "octile.integrations.torchtitan_experts",
+}
 # The same of packages whose models make masks of causal attention where they are compiled: `skip_causal_masks(model)`.
 MASKS = {"transformers": "octile.integrations.transformers_masks"}
 
@@ -42,14 +45,14 @@ def convert(
     Output heads, gates, adapters and the MTP projection, by the table in `octile.layer_roles`, and weights tied to an
     embedding are not converted, nor is anything that is not a linear layer: embeddings, norms, attention. Modules with
     a method `use_recipe`, such as `Experts`, get the recipe, and so do the stacked experts of transformers
-    (`octile.integrations.transformers`); other stacked weights [E, N, K] are not converted and count as E layers. A
-    module that computes SwiGLU of three converted layers, or of two with gate and up in one, becomes an `MLP` or
-    `GateUpMLP` of the same layers. Layers of one module that read its input, such as attention's q, k and v, quantize
-    it once, and are one GEMM where every forward pass calls them (`octile.nn.joined_linear`). In eager mode RMSNorm
-    layers and rotary embeddings of other libraries' models run in fused kernels, which round once
-    (`octile.nn.eager_kernels`). A model of transformers that is compiled as a whole has no mask of causal attention
-    (`octile.integrations.transformers_masks`). The summary ("converted n of m linear layers to deepseek_v3, skipped k:
-    why") goes to the logger `octile` if logging is set up, else to stderr.
+    (`octile.integrations.transformers`) and of torchtitan (`octile.integrations.torchtitan_experts`); other stacked
+    weights [E, N, K] are not converted and count as E layers. A module that computes SwiGLU of three converted layers,
+    or of two with gate and up in one, becomes an `MLP`, `FeedForward` or `GateUpMLP` of the same layers. Layers of one
+    module that read its input, such as attention's q, k and v, quantize it once, and are one GEMM where every forward
+    pass calls them (`octile.nn.joined_linear`). In eager mode RMSNorm layers and rotary embeddings of other libraries'
+    models run in fused kernels, which round once (`octile.nn.eager_kernels`). A model of transformers that is compiled
+    as a whole has no mask of causal attention (`octile.integrations.transformers_masks`). The summary ("converted n of
+    m linear layers to deepseek_v3, skipped k: why") goes to the logger `octile` if logging is set up, else to stderr.
 
     Args:
         model: any module; if it is itself an `nn.Linear`, the new layer is returned.
@@ -192,6 +195,10 @@ def _fuse(model: nn.Module, named: list[tuple[str, nn.Module]]) -> nn.Module:
             continue
         kind = swiglu_class(module)
         if kind is not None and all(isinstance(module._modules[layer], Linear) for layer in kind.fusable_layers):
+            if kind is FeedForward:
+                cls: Any = type(module)
+                module.__class__ = feed_forward_class(cls)
+                continue
             model = _replace(model, name, replacements.setdefault(module, with_class(kind, module)))
         elif not _join(module) and name and len({layer.in_features for layer in layers}) < len(layers):
             share_among_children(module)

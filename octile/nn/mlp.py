@@ -1,5 +1,6 @@
 """The feed-forward layer: SwiGLU, down(silu(gate(x)) · up(x)).  Source: Shazeer (arXiv 2002.05202)."""
 
+import functools
 from collections.abc import Sequence
 
 from torch import Tensor, nn
@@ -11,14 +12,16 @@ from octile.nn.fused.feed_forward import can_fuse_size, feed_forward
 from octile.nn.fused.fusion import FusableModule, Fusion, fuse_linear
 from octile.nn.fused.shared_quantization import shared_quantization
 from octile.nn.linear import Linear
+from octile.nn.made_class import MadeClass, make_subclass
 from octile.nn.smooth_swiglu import power_of_2_at_least
 from octile.recipe import Recipe
 
 
 class SwiGLU(FusableModule):
-    """What `MLP` and `GateUpMLP` share: the data flow, and the decision whether it is one function."""
+    """What these layers share: the data flow, and the decision whether it is one function.
 
-    down_proj: nn.Linear
+    The last of the `fusable_layers` is the down-projection.
+    """
 
     def forward(self, x: Tensor | BlockInput) -> Tensor:
         """Compute the layer of x, or of the second result of `octile.nn.pre_norm`."""
@@ -28,7 +31,7 @@ class SwiGLU(FusableModule):
             return feed_forward(x, weights, result_dtype(x.x)).view(x.shape)
 
         h = swiglu(*self.projections(x))
-        down = self.down_proj
+        down = self._down
         if isinstance(down, Linear) and down.recipe.has_smooth_swiglu:
             scale_I = power_of_2_at_least(h.detach().abs().flatten(0, -2).amax(0))
             return down((h / scale_I).to(h.dtype), scale_I)
@@ -42,13 +45,17 @@ class SwiGLU(FusableModule):
         """Return how the projections are fused, or None if they are called one after the other."""
 
         def can_fuse(recipe: Recipe) -> bool:
-            return recipe.can_fuse_swiglu and can_fuse_size(self.down_proj.in_features)
+            return recipe.can_fuse_swiglu and can_fuse_size(self._down.in_features)
 
         return fuse_linear(*[getattr(self, name) for name in self.fusable_layers], can_fuse=can_fuse)
 
     def is_batch_invariant_unfused(self) -> bool:
         """Whether serving, too, computes the layers one after the other: where their width cannot be fused."""
-        return not can_fuse_size(self.down_proj.in_features)
+        return not can_fuse_size(self._down.in_features)
+
+    @property
+    def _down(self) -> nn.Linear:
+        return getattr(self, self.fusable_layers[-1])
 
 
 class MLP(SwiGLU):
@@ -69,7 +76,23 @@ class MLP(SwiGLU):
 
     def projections(self, x: Tensor) -> Sequence[Tensor]:
         """Compute gate and up of x, which is quantized once for both."""
-        return shared_quantization(x, self.gate_proj, self.up_proj)
+        gate, up, _ = self.fusable_layers
+        return shared_quantization(x, getattr(self, gate), getattr(self, up))
+
+
+class FeedForward(MLP):
+    """`MLP` with the names of Meta's Llama and of torchtitan: w1 for the gate, w3 for up and w2 for down."""
+
+    fusable_layers = ("w1", "w3", "w2")
+
+
+@functools.cache
+def feed_forward_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Make the subclass of a module with w1, w2 and w3 that computes as `FeedForward` and has the module's methods.
+
+    torchtitan's models call `init_weights` of theirs after a conversion.
+    """
+    return make_subclass(cls, (MadeClass, FeedForward), {}, feed_forward_class, cls)
 
 
 class GateUpMLP(SwiGLU):

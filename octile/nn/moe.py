@@ -117,6 +117,13 @@ def experts_layers(
         activation: what is computed between the two, [R, N] → [R, I].
     """
     h_RI = activation(grouped_linear(x_RD, gate_up, offs_E, recipe, gate_up_history))
+    return down_projections(h_RI, offs_E, down, recipe, down_history)
+
+
+def down_projections(
+    h_RI: Tensor, offs_E: Tensor, down: Tensor, recipe: Recipe | None, down_history: AmaxHistory | None
+) -> Tensor:
+    """Compute the last layer of experts from SwiGLU's output [R, I], as `experts_layers` does: [R, D]."""
     if recipe is None or not recipe.has_smooth_swiglu:
         return grouped_linear(h_RI, down, offs_E, recipe, down_history)
     h_RI, down_EDI = _smooth(h_RI, down, offs_E)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from octile.nn.fused.fusion import has_hooks, is_forward_replaced
 from octile.nn.linear import Linear
-from octile.nn.mlp import MLP, GateUpMLP, SwiGLU
+from octile.nn.mlp import MLP, FeedForward, GateUpMLP, SwiGLU
 from octile.nn.norm import RMSNorm
 from octile.ops.rope import rotate_halves
 
@@ -46,12 +46,12 @@ def is_swiglu(activation: Callable[[Tensor], Tensor]) -> bool:
 
 
 def swiglu_class(module: nn.Module) -> type[SwiGLU] | None:
-    """Return which of octile's feed-forward layers computes what a module does with its linear layers; None: neither.
+    """Return which of octile's feed-forward layers computes what a module does with its linear layers; None: none.
 
-    The module may have these layers, named as in the published checkpoints, and an activation, and nothing else that
-    holds parameters. Its forward pass is run with functions in place of the layers, which return a few numbers.
+    The module may have these layers, named as in that class, and an activation, and nothing else that holds parameters.
+    Its forward pass is run with functions in place of the layers, which return a few numbers.
     """
-    kind = next((kind for kind in (MLP, GateUpMLP) if _has_layers(module, kind)), None)
+    kind = next((kind for kind in (MLP, GateUpMLP, FeedForward) if _has_layers(module, kind)), None)
     return kind if kind is not None and _computes_swiglu(module, kind) else None
 
 
@@ -68,8 +68,9 @@ def _computes_swiglu(module: nn.Module, kind: type[SwiGLU]) -> bool:
         return False
     gate, up = _gate_and_up()
     x, y = torch.arange(30.0, device="cpu").view(10, 3), torch.arange(40.0, device="cpu").view(10, 4)
-    results = (gate, up, y) if kind is MLP else (torch.cat((gate, up), dim=-1), y)
-    expected = (x, x, F.silu(gate) * up) if kind is MLP else (x, F.silu(gate) * up)
+    has_one_for_both = kind is GateUpMLP
+    results = (torch.cat((gate, up), dim=-1), y) if has_one_for_both else (gate, up, y)
+    expected = (x, F.silu(gate) * up) if has_one_for_both else (x, x, F.silu(gate) * up)
     inputs: dict[str, object] = {}
 
     def layer(name: str, result: Tensor) -> Callable[[Tensor], Tensor]:

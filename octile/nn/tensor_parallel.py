@@ -88,8 +88,24 @@ def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe)
 def _check_blocks(weight: DTensor, recipe: Recipe) -> None:
     """Refuse a sharded weight whose ranks would quantize other tiles and blocks than one process does."""
     (placement,), ranks = weight.placements, weight.device_mesh.size()
+    if isinstance(placement, Shard):
+        check_blocks(("out_features", "in_features")[placement.dim], weight.shape[placement.dim], ranks, recipe)
+
+
+def check_blocks(name: str, size: int, ranks: int, recipe: Recipe) -> None:
+    """Refuse a dimension of a weight, divided among ranks, whose parts have other tiles and blocks than the whole.
+
+    Args:
+        name: name of the dimension.
+        size: its size in one process.
+        ranks: the number of ranks.
+        recipe: recipe of the layer.
+
+    Raises:
+        ValueError: the recipe has one scale for a whole tensor, or the size is no multiple of 128 · ranks.
+    """
     formats = recipe.formats
-    if not isinstance(placement, Shard) or formats is None:
+    if formats is None:
         return
     used = (formats.x, formats.w, formats.dy, formats.wgrad_x, formats.wgrad_dy)
     if any(f.amax == "delayed" or (f.amax == "current" and None in f.block) for f in used):
@@ -97,10 +113,9 @@ def _check_blocks(weight: DTensor, recipe: Recipe) -> None:
             f"recipe {recipe.name!r} has one scale for a whole tensor, of which each rank has a part: tensor "
             "parallelism needs a recipe with tiles and blocks, or one without FP8"
         )
-    size, what = weight.shape[placement.dim], ("out_features", "in_features")[placement.dim]
     if size % (BLOCK[0] * ranks):
         raise ValueError(
-            f"{what} must be a multiple of {BLOCK[0]} × {ranks} ranks for tensor parallelism, not {size}: tiles and "
+            f"{name} must be a multiple of {BLOCK[0]} × {ranks} ranks for tensor parallelism, not {size}: tiles and "
             "blocks would cross ranks. octile.convert(keep=[…]) leaves the layer in high precision"
         )
 

@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,9 +20,9 @@ from octile.nn import Linear
 from octile.nn.conversion import apply_recipe
 from octile.parallel import use_fp8_all_gather
 from tests.models_of_transformers import ARCHITECTURES
+from tests.torchtitan_on_cpu import count_integers, sum_gradients
 
 STEPS, RANKS = 2, 4
-HISTC = torch.histc
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128}
 DEEPSEEK = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64}
 
@@ -158,7 +158,7 @@ def of_torchtitan(model_class: type[nn.Module], settings: Any, parallelize: Call
     model = model_class(settings)
     with torch.no_grad():
         model.init_weights()
-    apply_recipe(model, filter=lambda name, _: "output" not in name)
+    apply_recipe(model)
     alone = copy.deepcopy(model)
     with patch.object(dims, "device_type", "cpu"):
         parallel = dims.ParallelDims(1, 2, 1, 2, 1, ep, 1, RANKS)
@@ -166,9 +166,7 @@ def of_torchtitan(model_class: type[nn.Module], settings: Any, parallelize: Call
     parallelize(model, parallel, config)
     spread = {p.device_mesh.mesh_dim_names for name, p in model.named_parameters() if ".experts." in name}
     assert spread == ({("efsdp", "ep")} if ep > 1 else set())
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum with a factor
+    sum_gradients(model)
     check_two_dimensions(alone, model, loss_of_torchtitan, 2)
 
 
@@ -179,19 +177,13 @@ def torchtitan_llama3(rank: int, folder: Path) -> None:
     of_torchtitan(Transformer, settings, parallelize_llama, 1)
 
 
-def count_integers(x: Tensor, **bins: int) -> Tensor:
-    """`torch.histc`, which CPUs have for floating-point numbers only."""
-    return HISTC(x.float(), **bins).to(x.dtype)
-
-
 def torchtitan_deepseek_v3(rank: int, folder: Path) -> None:
-    """A dense layer, and a mixture whose experts torchtitan spreads over two ranks, by its loop over them on a CPU."""
+    """A dense layer, and a mixture whose experts, in FP8, torchtitan spreads over two ranks."""
     from torchtitan.models.deepseek_v3 import DeepSeekV3Model, deepseekv3_args, parallelize_deepseekv3
     from torchtitan.models.moe import utils
 
     args = deepseekv3_args["debugmodel"]
-    experts = dataclasses.replace(args.moe_args, use_grouped_mm=False)
-    settings = dataclasses.replace(args, n_layers=2, n_dense_layers=1, vocab_size=160, moe_args=experts)
+    settings = dataclasses.replace(args, n_layers=2, n_dense_layers=1, vocab_size=160)
     permutation = partial(utils.generate_permute_indices, use_cpu=True)
     with patch.object(torch, "histc", count_integers), patch.object(utils, "generate_permute_indices", permutation):
         of_torchtitan(DeepSeekV3Model, settings, parallelize_deepseekv3, 2)

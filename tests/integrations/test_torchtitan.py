@@ -1,0 +1,99 @@
+"""Tests of octile's converter of torchtitan: its refusals, and jobs of torchtitan's own trainer and command line."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.worlds import Outcomes, Work
+
+pytest.importorskip("torchtitan")
+
+from torchtitan.config import ConfigManager
+
+from octile.integrations.torchtitan import OctileConverter
+from octile.nn import Linear
+from tests.integrations import torchtitan_cases as cases
+from tests.torchtitan_on_cpu import MODULES, octile
+
+WORKS = (
+    cases.losses_are_near_those_in_bf16,
+    cases.activation_checkpointing_changes_no_bit,
+    cases.a_run_resumes_from_a_checkpoint_with_the_same_bits,
+)
+EXHAUSTIVE = (
+    cases.a_checkpoint_in_bf16_is_trained_on_in_fp8,
+    cases.a_pipeline_has_losses_near_those_in_bf16,
+    cases.ddp_has_losses_near_those_in_bf16,
+    cases.compiled_blocks_have_nearly_the_same_losses,
+    cases.experts_are_divided_by_tensor_parallelism,
+)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return Outcomes(tmp_path_factory, "torchtitan", WORKS, imports=MODULES)
+
+
+@pytest.fixture(scope="module")
+def exhaustive_outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return Outcomes(tmp_path_factory, "torchtitan-exhaustive", EXHAUSTIVE, imports=MODULES)
+
+
+@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__)
+def test_jobs_on_two_ranks(work: Work, outcomes: Outcomes):
+    outcomes.assert_passed(work)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("work", EXHAUSTIVE, ids=lambda work: work.__name__)
+def test_further_jobs_on_two_ranks(work: Work, exhaustive_outcomes: Outcomes):
+    exhaustive_outcomes.assert_passed(work)
+
+
+def converter(*arguments: str) -> OctileConverter:
+    """The converter of a job whose command line has these arguments."""
+    return OctileConverter(ConfigManager().parse_args([*octile(), *arguments]), None)
+
+
+def model() -> nn.Module:
+    with torch.device("meta"):
+        return nn.ModuleDict({name: nn.Linear(128, 128) for name in ("first", "second", "output")})
+
+
+def test_without_a_section_of_its_own_a_configuration_means_the_defaults():
+    made = OctileConverter(ConfigManager().parse_args(["--model.converters", "octile"]), None)
+    assert (made.recipe.name, made.settings.keep) == ("deepseek_v3", [])
+
+
+def test_layers_are_left_out_by_patterns():
+    layers = model()
+    converter("--octile.keep", "fir*").convert(layers)
+    assert [type(layer) is Linear for layer in layers.values()] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--octile.recipe", "fp8"], "octile.recipe: unknown recipe 'fp8'; there are "),
+        (["--octile.recipe", "delayed"], "octile.recipe 'delayed' has delayed scaling, whose scales of past steps "),
+        (["--octile.recipe", "global_scale"], "octile.recipe 'global_scale' needs a loss scale, which torchtitan "),
+        (["--octile.recipe", "fp8_lm"], "octile.recipe 'fp8_lm' sets formats of the optimizer's state, but "),
+        (["--octile.recipe", "exact"], "octile.recipe 'exact' needs an octile.models.DeepseekV3, not ModuleDict"),
+        (["--octile.keep", "first,third"], "octile.keep has 'third', which matches no layer"),
+        (
+            ["--model.converters", "octile,quantize.linear.float8"],
+            "model.converters must have octile as the only converter that quantizes, not quantize.linear.float8",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_refused_with_the_name_of_the_option(arguments: list[str], message: str):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        converter(*arguments).convert(model())
+
+
+def test_a_recipe_is_read_from_a_file(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=r"missing\.toml"):
+        converter("--octile.recipe", str(tmp_path / "missing.toml"))
