@@ -368,7 +368,7 @@ def _step_line(bound: Bound, rows: Sequence[Row]) -> str:
 # octile bench train: trainers and results by their names in committed results
 
 FP8_TRAINER, PLAIN_BF16 = "FP8", "BF16"
-TITAN_BF16, TITAN_FP8 = "torchtitan BF16", "torchtitan FP8"
+TITAN_BF16, TITAN_FP8, TITAN_OCTILE = "torchtitan BF16", "torchtitan FP8", "torchtitan octile"
 WITHOUT_MTP = " without MTP"
 MFU, IDLE = "MFU", "the GPU idles"
 
@@ -389,6 +389,14 @@ TRAIN_BOUNDS = (
     Bound("medium, FP8 vs. BF16", "medium", f"train {FP8_TRAINER}", (PLAIN_BF16,), 1.30, 1.45),
     Bound("medium, MFU, % of the BF16 peak", "medium", f"{MFU}, {FP8_TRAINER}", (), 35.0, 45.0),
     *_train_bounds("medium", WITHOUT_MTP),
+    Bound(
+        "medium, torchtitan in octile's FP8 vs. its BF16",
+        "medium",
+        f"train {TITAN_OCTILE}{WITHOUT_MTP}",
+        (TITAN_BF16,),
+        1.3,
+        None,
+    ),
 )
 
 

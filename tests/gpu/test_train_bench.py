@@ -9,7 +9,7 @@ from tests.train.conftest import micro
 
 def test_octile_has_all_its_figures(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(train, "ROUNDS", 1)
-    monkeypatch.setattr(train.torchtitan_trainer, "why_not", lambda fp8: "not measured here")
+    monkeypatch.setattr(train.torchtitan_trainer, "why_not", lambda converters: "not measured here")
     rows = list(train.measure_case(Case("small", 5, 2, True, 200.0), micro(batch_size=8, device="cuda", steps=100)))
     found = {(row.case, row.what) for row in rows}
     for shape in ("", goals.WITHOUT_MTP):

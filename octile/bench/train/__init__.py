@@ -1,7 +1,8 @@
 """`octile bench train`: the speed of `octile train` on this GPU in FP8, vs. BF16 and torchtitan's trainer.
 
 octile_trainer.py       `octile train`: its loop, its data, its metrics
-torchtitan_trainer.py   torchtitan's trainer of its own DeepSeek-V3 model, of the same shape, on the same batches
+torchtitan_trainer.py   torchtitan's trainer of its own DeepSeek-V3 model, of the same shape, on the same batches: in
+                        BF16, with torchao's float8 converters, and with octile's converter
 worker.py               a trainer in a process of its own
 
 Each trainer has a process of its own. Those of `small` are alive at the same time, and their measurements are
@@ -33,11 +34,13 @@ from octile.bench.goals import (
     PLAIN_BF16,
     TITAN_BF16,
     TITAN_FP8,
+    TITAN_OCTILE,
     WITHOUT_MTP,
     train_verdicts,
 )
 from octile.bench.rows import LEGEND, Row, compare, table_with
 from octile.bench.train import octile_trainer, torchtitan_trainer
+from octile.bench.train.torchtitan_trainer import FLOAT8, OCTILE
 from octile.bench.train.worker import Measured, Steps, Worker
 from octile.models.config import PRESETS
 from octile.models.flops import bf16_peak, train_flops_per_token
@@ -47,7 +50,7 @@ from octile.train.data.open import prepare_tokens
 from octile.train.run.console import RunConsole
 from octile.train.run.folder import DATA
 
-NAMES = (FP8_TRAINER, PLAIN_BF16, TITAN_BF16, TITAN_FP8)
+NAMES = (FP8_TRAINER, PLAIN_BF16, TITAN_OCTILE, TITAN_BF16, TITAN_FP8)
 ROUNDS = 5  # measurements of each trainer
 ROUNDS_ALONE = 4  # the same, of a trainer that is measured alone
 PASSES = 2  # in which trainers are measured alone
@@ -74,7 +77,7 @@ class Case:
     seconds: float
 
 
-CASES = (Case("small", 10, 20, True, 205.0), Case("medium", 5, 2, False, 285.0))
+CASES = (Case("small", 10, 20, True, 205.0), Case("medium", 5, 2, False, 330.0))
 
 
 @dataclass(frozen=True)
@@ -173,9 +176,9 @@ def candidates(config: TrainConfig, shape: str, folder: Path) -> list[Candidate]
         for name, recipe in ((FP8_TRAINER, "deepseek_v3"), (PLAIN_BF16, "bf16"))
     ]
     if shape == WITHOUT_MTP:
-        for name, fp8 in ((TITAN_BF16, False), (TITAN_FP8, True)):
-            arguments = (in_folder(name, "bf16"), fp8)
-            found.append(Candidate(name, shape, torchtitan_trainer.run, arguments, torchtitan_trainer.why_not(fp8)))
+        for name, converters in ((TITAN_BF16, ()), (TITAN_FP8, FLOAT8), (TITAN_OCTILE, OCTILE)):
+            arguments, why_not = (in_folder(name, "bf16"), converters), torchtitan_trainer.why_not(converters)
+            found.append(Candidate(name, shape, torchtitan_trainer.run, arguments, why_not))
     return found
 
 
@@ -250,7 +253,7 @@ def result_rows(case: Case, config: TrainConfig, shape: str, results: Results) -
     times = {n: results.times[n + shape] for n in NAMES if results.times.get(n + shape)}
     step = {name: statistics.median(m.seconds for m in found) / case.steps for name, found in times.items()}
     tokens = config.batch_size * config.sequence_length
-    for ours in (FP8_TRAINER, PLAIN_BF16):
+    for ours in (FP8_TRAINER, PLAIN_BF16, TITAN_OCTILE):
         for peer in NAMES[NAMES.index(ours) + 1 :]:
             if ours in step and peer in step:
                 speeds = tokens / step[ours], tokens / step[peer]

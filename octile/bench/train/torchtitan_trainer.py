@@ -1,7 +1,7 @@
 """torchtitan's trainer of its own DeepSeek-V3 model, as a peer of `octile train`. It imports torchtitan 0.2 lazily.
 
-The trainer, the model, the optimizer, the loss, the compilation and the FP8 converters are torchtitan's. The batches
-are those of `octile train`.
+The trainer, the model, the optimizer, the loss, the compilation and the FP8 converters are torchtitan's, except for
+octile's converter where it is measured. The batches are those of `octile train`.
 
 Differences that remain:
     - torchtitan has no multi-token prediction and no sequence-wise balance loss, so octile is measured without them.
@@ -34,16 +34,18 @@ NAME = "octile_bench"  # of the model among torchtitan's
 IGNORED = -100  # the label of a position that has no next token
 COMPILED = (("model", "loss"), ("loss",))  # what torch.compile compiles; the second is what torchtitan's own runs do
 CHECKPOINTING = ("none", "selective", "full")  # of activations, from fast to frugal
-FLOAT8 = ("quantize.linear.float8", "quantize.grouped_mm.float8")
+FLOAT8 = ("quantize.linear.float8", "quantize.grouped_mm.float8")  # converters of torchao
+OCTILE = ("octile",)
 
 
-def why_not(fp8: bool) -> str | None:
-    """Return why torchtitan cannot be measured here, or None."""
-    missing = [name for name in ("torchtitan", *(["torchao"] if fp8 else [])) if find_spec(name) is None]
+def why_not(converters: Sequence[str]) -> str | None:
+    """Return why torchtitan cannot be measured here with these converters, or None."""
+    needed = ("torchtitan", "torchao") if converters == FLOAT8 else ("torchtitan",)
+    missing = [name for name in needed if find_spec(name) is None]
     return f"{missing[0]} is not installed" if missing else None
 
 
-def run(requests: Requests, config: TrainConfig, fp8: bool) -> None:
+def run(requests: Requests, config: TrainConfig, converters: Sequence[str]) -> None:
     """Train torchtitan's model of the same shape with its own loop.
 
     The model and the loss are compiled, and all activations are saved. If the GPU's memory does not suffice, those are
@@ -53,7 +55,7 @@ def run(requests: Requests, config: TrainConfig, fp8: bool) -> None:
     Args:
         requests: what is measured.
         config: configuration of the run of `octile train` to compare with; the tokens are in its folder.
-        fp8: whether linear layers and experts are converted with torchtitan's float8 converters.
+        converters: names of torchtitan's model converters: none, `FLOAT8` or `OCTILE`.
     """
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -65,7 +67,7 @@ def run(requests: Requests, config: TrainConfig, fp8: bool) -> None:
         compiled, mode = attempts.pop(0)
         requests.setting = f"compiled: {' and '.join(compiled)}, activation checkpointing: {mode}"
         try:
-            train(requests, config, fp8, compiled, mode)
+            train(requests, config, converters, compiled, mode)
         except Stopped:
             raise
         except torch.OutOfMemoryError as error:
@@ -81,7 +83,9 @@ def run(requests: Requests, config: TrainConfig, fp8: bool) -> None:
         torch._dynamo.reset()
 
 
-def train(requests: Requests, config: TrainConfig, fp8: bool, compiled: Sequence[str], checkpointing: str) -> None:
+def train(
+    requests: Requests, config: TrainConfig, converters: Sequence[str], compiled: Sequence[str], checkpointing: str
+) -> None:
     """Build torchtitan's trainer and run its loop."""
     from torchtitan.protocols import train_spec
     from torchtitan.train import Trainer
@@ -98,7 +102,7 @@ def train(requests: Requests, config: TrainConfig, fp8: bool, compiled: Sequence
         build_tokenizer_fn=None,
         build_dataloader_fn=lambda **_: Loader(config),
     )
-    Measured(job_config(config, fp8, compiled, checkpointing)).train()
+    Measured(job_config(config, converters, compiled, checkpointing)).train()
 
 
 def model_args(config: TrainConfig) -> Any:
@@ -138,7 +142,7 @@ def model_args(config: TrainConfig) -> Any:
     )
 
 
-def job_config(config: TrainConfig, fp8: bool, compiled: Sequence[str], checkpointing: str) -> Any:
+def job_config(config: TrainConfig, converters: Sequence[str], compiled: Sequence[str], checkpointing: str) -> Any:
     """Return torchtitan's configuration of a run with its own defaults for what octile's does not name."""
     from torchtitan.config import JobConfig
 
@@ -157,8 +161,10 @@ def job_config(config: TrainConfig, fp8: bool, compiled: Sequence[str], checkpoi
     job.activation_checkpoint.selective_ac_option = "op"
     job.compile.enable, job.compile.components = True, list(compiled)
     job.debug.seed = config.seed
-    if fp8:  # as in torchtitan's configurations of DeepSeek-V3
-        job.model.converters = list(FLOAT8)
+    job.model.converters = list(converters)
+    if converters == OCTILE:
+        job.experimental.custom_import = "octile.integrations.torchtitan"
+    elif converters == FLOAT8:  # as in torchtitan's configurations of DeepSeek-V3
         job.quantize.linear.float8.filter_fqns = ["output", "router.gate"]
         job.quantize.grouped_mm.float8.fqns = ["moe.experts"]
     return job

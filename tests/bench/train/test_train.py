@@ -65,13 +65,14 @@ def test_what_the_time_does_not_suffice_for_is_left_out():
 
 def test_torchtitan_that_is_not_installed_is_left_out(monkeypatch):
     monkeypatch.setattr(torchtitan_trainer, "find_spec", lambda name: None if name == "torchtitan" else object())
-    assert torchtitan_trainer.why_not(fp8=False) == "torchtitan is not installed"
+    assert torchtitan_trainer.why_not(()) == "torchtitan is not installed"
 
 
 def test_the_float8_converters_need_torchao(monkeypatch):
     monkeypatch.setattr(torchtitan_trainer, "find_spec", lambda name: None if name == "torchao" else object())
-    assert torchtitan_trainer.why_not(fp8=True) == "torchao is not installed"
-    assert torchtitan_trainer.why_not(fp8=False) is None
+    assert torchtitan_trainer.why_not(torchtitan_trainer.FLOAT8) == "torchao is not installed"
+    assert torchtitan_trainer.why_not(()) is None
+    assert torchtitan_trainer.why_not(torchtitan_trainer.OCTILE) is None
 
 
 def test_a_row_says_who_is_left_out(monkeypatch, run):
@@ -115,11 +116,11 @@ def test_speeds_count_the_tokens_of_all_steps():
 
 
 def test_each_trainer_of_octile_is_compared_with_each_peer():
-    rows = rows_of(FP8=1.0, BF16=1.0, torchtitan_BF16=1.0, torchtitan_FP8=1.0)
+    rows = rows_of(FP8=1.0, BF16=1.0, torchtitan_BF16=1.0, torchtitan_FP8=1.0, torchtitan_octile=1.0)
     found = [(row.what, row.against.peer) for row in rows if row.unit == "tokens/s"]
-    peers = [goals.TITAN_BF16, goals.TITAN_FP8]
-    expected = [(f"train FP8{SHAPE}", peer) for peer in ["BF16", *peers]]
-    assert found == [*expected, *((f"train BF16{SHAPE}", peer) for peer in peers)]
+    names = ["FP8", "BF16", goals.TITAN_OCTILE, goals.TITAN_BF16, goals.TITAN_FP8]
+    expected = [(names[i], peer) for i in range(3) for peer in names[i + 1 :]]
+    assert found == [(f"train {name}{SHAPE}", peer) for name, peer in expected]
 
 
 def test_the_goals_are_judged_by_these_rows():
