@@ -50,8 +50,7 @@ def test_a_text_that_is_not_utf_8_is_named(tmp_path, monkeypatch, capsys):
 
 
 def test_so_does_the_process_of_a_script(tmp_path):
-    program = f"import runpy; runpy.run_path({str(EXAMPLES / 'torchtitan_converter.py')!r}, run_name='__main__')"
-    ended = run_python(program, "--dim", "33", folder=tmp_path)
+    program = f"import runpy; runpy.run_path({str(EXAMPLES / 'write_traces.py')!r}, run_name='__main__')"
+    ended = run_python(program, "nowhere", folder=tmp_path)
     assert ended.returncode == 2
-    message = "dim must be a multiple of 32, the size of an attention head, not 33"
-    check_one_line((ended.stdout, ended.stderr), message)
+    check_one_line((ended.stdout, ended.stderr), "no checkpoint at nowhere")
