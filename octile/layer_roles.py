@@ -3,7 +3,8 @@
 DeepSeek-V3 computes its embedding, output head, gates, norms and MTP projection in high precision; the same roles have
 other names in other models.  Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.1; the weights published with DeepSeek-V3.2,
 Llama, Qwen, Mixtral, GLM, OLMoE, Phi, Gemma, GPT-NeoX, BERT and T5; LoRA's names in peft.  vLLM has no blockwise FP8
-for the gates of GatedDeltaNet and for Llama-4's encoder of images; Mistral publishes its encoders in high precision.
+for the gates of GatedDeltaNet, Mamba's `dt_proj`, BERT's pooler and Llama-4's encoder of images; Mistral publishes its
+encoders in high precision.
 """
 
 import re
@@ -15,6 +16,7 @@ from functools import lru_cache
 KEPT = "left out by keep"
 NUMBER = re.compile(r"\d+")  # of a layer or an expert, in a name; no role depends on it
 HEAD = "output head"
+ENCODER = "encoder of images or audio"
 # A module of transformers that is a linear layer with the weight [K, N].
 CONV1D = "Conv1D (a weight that is stored transposed)"
 FALCON_LINEAR = "FalconLinear (a subclass of nn.Linear)"  # of which transformers makes no FP8 layer
@@ -64,17 +66,18 @@ ROLES = (
     Role("embedding", contains="(^|_)emb|embed", is_known=True),
     Role("embedding", ends=("wte", "wpe", "shared", "relative_attention_bias"), is_known=True, is_lookup=True),
     Role("norm", contains="norm", is_known=True),
-    Role("gate", ends=("gate",), is_known=True),
     Role("gate", parts=frozenset({"gate", "router", "shared_expert_gate", "moe_gate"})),
     Role("MTP projection", parts=frozenset({"eh_proj"}), is_known=True),
     Role("indexer weights", parts=frozenset({"weights_proj"})),
     Role("gate of GatedDeltaNet", parts=frozenset({"in_proj_ba", "in_proj_a", "in_proj_b"})),
-    Role("encoder of images or audio", parts=ENCODERS),
+    Role("Mamba's projection of step sizes", parts=frozenset({"dt_proj"})),
+    Role("pooler", parts=frozenset({"pooler"})),
+    Role(ENCODER, parts=ENCODERS),
     Role("T5's MLP output, FP32 in transformers", ends=("DenseReluDense.wo",)),
 )
 RULE = (
     "the weights of linear layers become FP8; embeddings, output heads, gates, norms, adapters, encoders of images and "
-    "audio, eh_proj and weights_proj stay, as does every other tensor"
+    "audio, poolers, dt_proj, eh_proj and weights_proj stay, as does every other tensor"
 )
 
 

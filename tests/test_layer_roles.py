@@ -126,6 +126,8 @@ def test_conv1d_beside_linear_layers_is_counted_as_skipped():
         ("model.layers.61.eh_proj", "MTP projection"),
         ("model.layers.0.linear_attn.in_proj_ba", "gate of GatedDeltaNet"),
         ("model.layers.0.linear_attn.in_proj_a", "gate of GatedDeltaNet"),
+        ("model.layers.0.mamba.dt_proj", "Mamba's projection of step sizes"),
+        ("bert.pooler.dense", "pooler"),
         ("model.visual.blocks.0.attn.qkv", "encoder of images or audio"),
         ("multi_modal_projector.linear_1", "encoder of images or audio"),
         ("model.layers.3.self_attn.indexer.weights_proj", "indexer weights"),

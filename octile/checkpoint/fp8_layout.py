@@ -12,7 +12,7 @@ parameters and FLOPs of a model. Embeddings, heads, norms and gates are small an
 Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.1 and the weights published with it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ from octile.checkpoint.packed import PackedTensors
 from octile.checkpoint.shards import Shards
 from octile.checkpoint.tensor_file import TensorSpec
 from octile.formats import E4M3
-from octile.layer_roles import HEAD, role_of, why_high_precision
-from octile.models.hf_config import check_extra
+from octile.layer_roles import ENCODER, ENCODERS, HEAD, role_of, why_high_precision
+from octile.models.hf_config import MODEL_TYPES, check_extra
 from octile.recipe import ScaleRule
 from octile.scaled import ScaledTensor, dequantize, quantize
 from octile.validation import quoted
@@ -239,8 +239,10 @@ def with_quantization(
 
     `modules_to_not_convert` lists the output head, even if its weight is stored only as the embedding's, and all other
     linear layers and experts that are not FP8, unless no engine quantizes any of them anyway. vLLM and transformers
-    have one module for the experts of a layer, so its name is listed besides those of the layers in it. DeepSeek's
-    published configurations have no such list.
+    have one module for the experts of a layer, so its name is listed besides those of the layers in it. Encoders of
+    images and audio are listed as a whole, too, since SGLang has other names for some of their layers. Gates are
+    listed, too, since vLLM makes those of Qwen3-MoE and PhiMoE FP8, but not DeepSeek's, as in its published
+    configurations, which have no such list.
 
     Args:
         config: the config.json to be extended.
@@ -256,7 +258,14 @@ def with_quantization(
         # a head that shares the embedding's weight has no tensor of its own
         heads.add(TIED_HEADS.get(config.get("model_type") or "", "lm_head"))
     layers |= {module for name, spec in high_precision.items() if (module := _experts_of(name, spec)) is not None}
-    is_unusual = any((role := role_of(layer)) is None or not role.is_known for layer in layers)
+    layers |= {
+        part for name in layers if (role := role_of(name)) and role.name == ENCODER for part in _encoders_of(name)
+    }
+    known_gates = config.get("model_type") in MODEL_TYPES
+    is_unusual = any(
+        (role := role_of(layer)) is None or not (role.is_known or (known_gates and layer.endswith(".gate")))
+        for layer in layers
+    )
     listed = sorted(heads | layers if is_unusual else heads)
     scale_fmt = {"scale_fmt": "ue8m0"} if scale == "power_of_2" else {}
     return {
@@ -274,6 +283,11 @@ def _experts_of(name: str, spec: TensorSpec) -> str | None:
     is_weight = len(spec.shape) >= 2 and kind != "bias" and role_of(layer) is None
     before, experts, _ = f"{name}.".partition(".experts.")
     return f"{before}.experts" if is_weight and experts else None
+
+
+def _encoders_of(layer: str) -> Iterator[str]:
+    """Yield the parts of a name that are encoders of images or audio."""
+    return (part for part in layer.split(".") if part in ENCODERS)
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:

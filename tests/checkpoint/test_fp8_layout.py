@@ -78,7 +78,17 @@ def announced(*high_precision: str, **config: object) -> dict[str, object]:
 
 def test_deepseeks_configuration_is_the_published_one_and_names_the_heads():
     heads = ["lm_head", "model.layers.61.shared_head.head"]
-    assert announced(*OTHERS[:5]) == {**QUANTIZATION_CONFIG, "modules_to_not_convert": heads}
+    assert announced(*OTHERS[:5], model_type="deepseek_v3") == {**QUANTIZATION_CONFIG, "modules_to_not_convert": heads}
+
+
+def test_gates_of_other_models_are_listed():
+    listed = announced("lm_head.weight", "l.0.mlp.gate.weight", model_type="qwen3_moe")["modules_to_not_convert"]
+    assert listed == ["l.0.mlp.gate", "lm_head"]
+
+
+def test_an_encoder_of_images_is_listed_as_a_whole_besides_its_layers():
+    listed = announced("lm_head.weight", "model.visual.blocks.0.attn.qkv.weight")["modules_to_not_convert"]
+    assert listed == ["lm_head", "model.visual.blocks.0.attn.qkv", "visual"]
 
 
 def test_layers_that_engines_would_take_for_fp8_are_listed():
