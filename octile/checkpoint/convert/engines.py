@@ -1,4 +1,4 @@
-"""Which FP8 checkpoints vLLM and SGLang refuse because of the shapes of their weights.
+"""Which FP8 checkpoints vLLM and SGLang refuse because of the shapes of their weights, and which they load wrongly.
 
 Both engines merge linear layers that read the same input into one weight, and with tensor parallelism split the rows or
 the columns of a weight over GPUs. Each part must then consist of whole blocks of 128×128:
@@ -32,11 +32,21 @@ SPLIT_ROWS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj"
 SPLIT_COLUMNS = ("o_proj", "down_proj", "w2")
 REORDERED = ("bloom", "gpt_neox")  # models whose query_key_value is sorted by q, k and v when it is loaded
 GPUS = (2, 4, 8)
+# What the engines' own loaders do with folders of these models, whose shapes they take: `tools.write_architectures`.
+UNREAD_SCALES = "SGLang 0.5.23 does not read the scales of this model's FP8 weights, and computes with others: use vLLM"
+LOADERS = {
+    **dict.fromkeys(("gpt_oss", "llama", "llama4_text", "mistral", "mistral3", "phi3", "whisper"), UNREAD_SCALES),
+    "jamba": "vLLM 0.26 refuses the FP8 layers of Mamba",
+    "phimoe": "vLLM 0.26 makes the gates FP8 for models whose architecture is PhimoeForCausalLM, without scales",
+    "stablelm": "SGLang 0.5.23 refuses the FP8 layers of StableLM's attention",
+}
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def engine_warnings(weights: Shapes, fp8: Collection[str], config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what vLLM and SGLang refuse: sentences. Of tensor parallelism the first number of GPUs that they refuse.
+    """Return what vLLM and SGLang refuse, or load wrongly: sentences.
+
+    Of tensor parallelism it is the first number of GPUs that they refuse.
 
     Args:
         weights: name → shape of all tensors of a checkpoint.
@@ -44,6 +54,11 @@ def engine_warnings(weights: Shapes, fp8: Collection[str], config: Mapping[str, 
         config: the config.json.
     """
     fp8 = set(fp8)
+    loader = LOADERS.get(str(config.get("model_type"))) if fp8 else None
+    return (*_why_refused(weights, fp8, config), *([loader] if loader else []))
+
+
+def _why_refused(weights: Shapes, fp8: set[str], config: Mapping[str, Any]) -> tuple[str, ...]:
     refused = dict.fromkeys(reason for name in sorted(fp8) for reason in _why_not_merged(name, weights, fp8, config))
     refused |= dict.fromkeys(_why_not_experts(weights, fp8))
     if refused:
