@@ -130,9 +130,14 @@ def down_projections(
     return grouped_linear(h_RI, down_EDI, offs_E, recipe.smoothed, down_history)
 
 
+def expert_of_rows(offs_E: Tensor, rows: int) -> Tensor:
+    """Return the expert of each of so many rows sorted by expert, E for those of none: int64 [R]."""
+    return torch.searchsorted(offs_E, torch.arange(rows, device=offs_E.device, dtype=offs_E.dtype), right=True)
+
+
 def _smooth(h_RI: Tensor, down_EDI: Tensor, offs_E: Tensor) -> tuple[Tensor, Tensor]:
     """Move the scale of each expert's channels from h into the weight; see `octile.nn.smooth_swiglu`."""
-    expert_R = torch.searchsorted(offs_E, torch.arange(len(h_RI), device=h_RI.device, dtype=offs_E.dtype), right=True)
+    expert_R = expert_of_rows(offs_E, len(h_RI))
     amax_EI = h_RI.new_zeros(len(down_EDI) + 1, h_RI.shape[-1])  # the last row is for rows that belong to no expert
     amax_EI.scatter_reduce_(0, expert_R[:, None].expand_as(h_RI), h_RI.detach().abs(), "amax")
     scale_EI = power_of_2_at_least(amax_EI)

@@ -4,6 +4,7 @@ Shapes: T tokens, D model, E experts, K chosen experts, I intermediate.
 """
 
 import copy
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,9 @@ from transformers import (
     GlmConfig,
     GlmForCausalLM,
     GptOssConfig,
+    GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
@@ -42,6 +46,7 @@ from transformers import (
 )
 from transformers.integrations.moe import use_experts_implementation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from octile.integrations.transformers import NAME
@@ -71,6 +76,13 @@ MODELS = {
     "mixtral": (MixtralForCausalLM, MixtralConfig(**{**SIZES, "intermediate_size": I}, num_local_experts=E)),
     "olmoe": (OlmoeForCausalLM, OlmoeConfig(**{**SIZES, "intermediate_size": I}, num_experts=E)),
     "glm4_moe": (Glm4MoeForCausalLM, Glm4MoeConfig(**SIZES, head_dim=32, **GROUPS)),
+    "llama4": (
+        Llama4ForCausalLM,
+        Llama4TextConfig(
+            **{**SIZES, "intermediate_size": I}, head_dim=32, num_local_experts=E, intermediate_size_mlp=96
+        ),
+    ),
+    "gpt_oss": (GptOssForCausalLM, GptOssConfig(**{**SIZES, "intermediate_size": I}, head_dim=32, num_local_experts=E)),
 }
 EXACT = Recipe.float32()
 every_model = pytest.mark.parametrize("name", MODELS)
@@ -140,6 +152,60 @@ def test_in_8_bits_results_and_gradients_are_near_those_of_transformers(name, in
     module, batch = experts(intermediate), routing()
     expected = results(module, *batch)
     assert_close(results(apply_recipe(module, Recipe.named(name)), *batch), expected, 0.12)
+
+
+def gpt_oss_experts() -> nn.Module:
+    """Experts with transposed weights, interleaved gates, biases and a clamped activation."""
+    torch.manual_seed(0)
+    module = GptOssExperts(make("gpt_oss").config)
+    module.config._experts_implementation = "eager"
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return module
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**16), tokens=st.integers(1, 40), chosen=st.integers(K, E))
+def test_transposed_experts_with_biases_compute_in_high_precision_what_transformers_does(seed, tokens, chosen):
+    module, batch = gpt_oss_experts(), routing(seed, tokens, chosen)
+    expected = results(module, *batch)
+    assert_close(results(apply_recipe(module, EXACT), *batch), expected, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "delayed", "smooth_swiglu"])
+def test_transposed_experts_with_biases_are_near_those_of_transformers_in_8_bits(name):
+    module, batch = gpt_oss_experts(), routing()
+    expected = results(module, *batch)
+    assert_close(results(apply_recipe(module, Recipe.named(name)), *batch), expected, 0.12)
+
+
+def test_gradients_of_transposed_experts_are_added_to_main_grad():
+    module, batch = apply_recipe(gpt_oss_experts()), routing()
+    expected = results(module, *batch)
+    for weight in (module.gate_up_proj, module.down_proj):
+        weight.main_grad = torch.zeros_like(weight)
+    found = results(module, *batch)
+    assert found["gate_up_proj"] is None
+    torch.testing.assert_close(module.gate_up_proj.main_grad, expected["gate_up_proj"])
+
+
+@pytest.mark.parametrize(("recipe", "of_norm"), [("float32", 1e-5), ("deepseek_v3", 0.12)])
+def test_llama4s_experts_compute_the_rows_of_each_expert(recipe, of_norm):
+    torch.manual_seed(0)
+    module, x_RD = Llama4TextExperts(make("llama4").config), torch.randn(E * 9, D)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.1)
+
+    def results_of(module: nn.Module) -> dict[str, Tensor]:
+        x, module.gate_up_proj.grad, module.down_proj.grad = x_RD.clone().requires_grad_(), None, None
+        y = module(x)
+        y.backward(x_RD)
+        grads = {name: p.grad for name, p in module.named_parameters()}
+        return {"y": y.detach(), "x": x.grad, **grads}
+
+    expected = results_of(module)
+    assert_close(results_of(apply_recipe(module, Recipe.named(recipe))), expected, of_norm)
+    assert isinstance(pickle.loads(pickle.dumps(module)), Llama4TextExperts)
 
 
 def test_experts_without_tokens_get_gradients_of_zeros():
@@ -213,8 +279,9 @@ def test_the_fused_function_saves_less_than_half_of_what_transformers_saves():
 
 @every_model
 def test_all_but_heads_gates_and_embeddings_are_converted(name):
-    model = apply_recipe(make(name))
-    assert layers(model).endswith("skipped 1: 1 × output head")
+    skipped = {reason: n for reason, n in apply_recipe(make(name)).conversion_summary.skipped.items() if n}
+    assert skipped.pop("Llama4Router (a subclass of nn.Linear)", 0) == 2 * (name == "llama4")
+    assert skipped == {"output head": 1}
 
 
 @every_model
@@ -502,19 +569,6 @@ def test_gradients_are_those_that_gemms_have_written():
 
 
 # What cannot be converted
-
-
-def test_experts_with_biases_are_left_as_they_are_and_named():
-    config = GptOssConfig(
-        hidden_size=D, intermediate_size=I, num_local_experts=E, num_hidden_layers=1, num_attention_heads=2
-    )
-    config._experts_implementation = "eager"
-    model = apply_recipe(nn.ModuleDict({"experts": GptOssExperts(config), "other": nn.Linear(D, D)}))
-    assert layers(model) == (
-        f"converted 1 of {1 + 3 * E} linear layers to deepseek_v3, skipped {3 * E}: "
-        f"{3 * E} × stacked experts with biases"
-    )
-    assert config._experts_implementation == "eager"
 
 
 def refusal(module: nn.Module) -> str:
