@@ -32,6 +32,7 @@ from octile.nn.mla import MLA
 from octile.nn.mlp import MLP
 from octile.nn.moe import Experts, MoE
 from octile.nn.norm import RMSNorm
+from octile.nn.packed_texts import PackedTexts, TextBorders
 from octile.nn.precision import forward_precision
 from octile.nn.rope import CosSin, Rope
 from octile.ops.cross_entropy import IGNORED
@@ -48,15 +49,15 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = _mixture(c) if c.is_moe(layer) else MLP(c.hidden_size, c.intermediate_size)
 
-    def forward(self, x_BSD: Tensor, cos_sin: CosSin) -> Tensor:
+    def forward(self, x_BSD: Tensor, cos_sin: CosSin, texts: TextBorders | None = None) -> Tensor:
         """Return the block's output, [B, S, D].
 
         Args:
             x_BSD: the input.
-            cos_sin: cosines and sines of the positions.
+            cos_sin, texts: as in `MLA.forward`.
         """
         x_BSD, normed = pre_norm(x_BSD, self.input_layernorm, self.self_attn)
-        x_BSD = x_BSD + self.self_attn(normed, cos_sin)
+        x_BSD = x_BSD + self.self_attn(normed, cos_sin, texts)
         x_BSD, normed = pre_norm(x_BSD, self.post_attention_layernorm, self.mlp)
         return x_BSD + self.mlp(normed)
 
@@ -71,16 +72,16 @@ class MTPBlock(Block):
         self.eh_proj = nn.Linear(2 * c.hidden_size, c.hidden_size, bias=False)
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(c.hidden_size, c.rms_norm_eps)})
 
-    def forward(self, x_BSD: Tensor, cos_sin: CosSin) -> Tensor:
+    def forward(self, x_BSD: Tensor, cos_sin: CosSin, texts: TextBorders | None = None) -> Tensor:
         """Return the normed state for the token after the next, [B, S, D].
 
         Args:
             x_BSD: the embedding of the next token and the main model's state, side by side, [B, S, 2·D].
-            cos_sin: cosines and sines of the positions.
+            cos_sin, texts: as in `MLA.forward`.
         """
         emb_BSD, h_BSD = x_BSD.chunk(2, dim=-1)
         x_BSD = self.eh_proj(torch.cat((self.enorm(emb_BSD), self.hnorm(h_BSD)), dim=-1))
-        return self.shared_head["norm"](super().forward(x_BSD, cos_sin))
+        return self.shared_head["norm"](super().forward(x_BSD, cos_sin, texts))
 
 
 class Trunk(nn.Module):
@@ -125,12 +126,21 @@ class DeepseekV3(nn.Module):
                 elif parameter.dim() > 1:
                     nn.init.normal_(parameter, std=config.initializer_range)
 
-    def forward(self, tokens_BS: Tensor, labels_BS: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        labels_BS: Tensor | None = None,
+        texts: PackedTexts | None = None,
+        n_labels_2: Tensor | None = None,
+    ) -> Tensor:
         """Compute logits, or the loss if there are labels.
 
         Args:
             tokens_BS: int64 [B, S].
             labels_BS: int64 [B, S], usually the tokens themselves: the model shifts them. The loss ignores −100.
+            texts: where the texts of packed sequences begin, if a sequence is not one text.
+            n_labels_2: float32 [2], what the sums of the losses of next tokens, and of the tokens after them, are
+                divided by; their numbers of labels if not given.
 
         Returns:
             logits [B, S, V]; or the mean loss in nats, a scalar: the next token's cross-entropy, in training mode
@@ -138,21 +148,23 @@ class DeepseekV3(nn.Module):
             indexers' alignment losses.
 
         Raises:
-            ValueError: wrong shapes, or more tokens than the model's `max_position_embeddings`.
+            ValueError: wrong shapes, more tokens than the model's `max_position_embeddings`, or several texts in a
+                sequence for attention that does not know their borders (`MLA.forward`).
         """
-        self._check(tokens_BS, labels_BS)
-        h_BSD, cos_sin = self._main(tokens_BS)
+        self._check(tokens_BS, labels_BS, texts)
+        h_BSD, cos_sin = self._main(tokens_BS, texts)
         if labels_BS is None:
             self._pop_losses()
             return self.lm_head(h_BSD)
-        return self._loss(tokens_BS, labels_BS, h_BSD, cos_sin)
+        return self._loss(tokens_BS, labels_BS, h_BSD, cos_sin, texts=texts, n_labels_2=n_labels_2)
 
-    def with_drafts(self, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
+    def with_drafts(self, tokens_BS: Tensor, texts: PackedTexts | None = None) -> tuple[Tensor, Tensor]:
         """Return two predictions at each position t: the logits of the next token, and, given that token, those of the
         token after it: what a decoder drafts, and what the first prediction at t + 1 accepts or rejects.
 
         Args:
             tokens_BS: int64 [B, S], S at least 2.
+            texts: as in `forward`.
 
         Returns:
             logits [B, S, V], drafted logits [B, S − 1, V].
@@ -163,8 +175,8 @@ class DeepseekV3(nn.Module):
         if not self.config.num_nextn_predict_layers:
             raise ValueError("the model has no multi-token prediction, so it drafts nothing")
         self._check_pairs(tokens_BS)
-        h_BSD, cos_sin = self._main(tokens_BS)
-        drafts_BSD = self._drafts(tokens_BS, h_BSD, cos_sin)
+        h_BSD, cos_sin = self._main(tokens_BS, texts)
+        drafts_BSD = self._drafts(tokens_BS, h_BSD, cos_sin, texts)
         self._pop_losses()
         return self.lm_head(h_BSD), self.lm_head(drafts_BSD)
 
@@ -242,22 +254,37 @@ class DeepseekV3(nn.Module):
         trunk, n = self.model, self.config.num_hidden_layers
         return [trunk.embed_tokens, *trunk.layers[:n], trunk.norm, self.lm_head, *trunk.layers[n:]]
 
-    def _main(self, tokens_BS: Tensor) -> tuple[Tensor, CosSin]:
+    def _main(self, tokens_BS: Tensor, texts: PackedTexts | None = None) -> tuple[Tensor, CosSin]:
         """Return what the head reads, normalized [B, S, D], and the cosines and sines of the positions."""
-        cos_sin = self.rope.cos_sin(torch.arange(tokens_BS.shape[1], device=tokens_BS.device))
+        cos_sin, *borders = self._positions(tokens_BS, texts)
         x_BSD = self._embedded(tokens_BS)
         for layer in self.model.layers[: self.config.num_hidden_layers]:
-            x_BSD = layer(x_BSD, cos_sin)
+            x_BSD = layer(x_BSD, cos_sin, *borders)
         return self.model.norm(x_BSD), cos_sin
 
+    def _positions(self, tokens_BS: Tensor, texts: PackedTexts | None) -> tuple[CosSin] | tuple[CosSin, TextBorders]:
+        """Return what layers get besides activations: cosines and sines, and the borders of packed texts."""
+        if texts is None:
+            return (self.rope.cos_sin(torch.arange(tokens_BS.shape[1], device=tokens_BS.device)),)
+        return self.rope.cos_sin(texts.positions().flatten()), texts.borders()
+
     def _loss(
-        self, tokens_BS: Tensor, labels_BS: Tensor, h_BSD: Tensor, cos_sin: CosSin, balance_before: Tensor | int = 0
+        self,
+        tokens_BS: Tensor,
+        labels_BS: Tensor,
+        h_BSD: Tensor,
+        cos_sin: CosSin,
+        balance_before: Tensor | int = 0,
+        texts: PackedTexts | None = None,
+        n_labels_2: Tensor | None = None,
     ) -> Tensor:
-        main = self._cross_entropy(h_BSD, labels_BS[:, 1:])
+        n_main, n_mtp = (None, None) if n_labels_2 is None else n_labels_2
+        main = self._cross_entropy(h_BSD, labels_BS[:, 1:] if texts is None else texts.next_labels(labels_BS), n_main)
         mtp = balance = torch.zeros_like(main)
         if self.training:
             if self.config.num_nextn_predict_layers:
-                mtp = self._mtp_loss(tokens_BS, labels_BS, h_BSD, cos_sin)
+                second_BS = labels_BS[:, 2:] if texts is None else texts.second_labels(labels_BS)
+                mtp = self._cross_entropy(self._drafts(tokens_BS, h_BSD, cos_sin, texts), second_BS, n_mtp)
             balance = balance + self._pop_balance_loss(balance_before)
         self.last_losses = {"main": main.detach(), "mtp": mtp.detach(), "balance": balance.detach()}
         loss = main + self.mtp_loss_weight * mtp + balance
@@ -269,14 +296,12 @@ class DeepseekV3(nn.Module):
             loss = loss + alignment
         return loss
 
-    def _mtp_loss(self, tokens_BS: Tensor, labels_BS: Tensor, h_BSD: Tensor, cos_sin: CosSin) -> Tensor:
-        x_BSD = self._drafts(tokens_BS, h_BSD, cos_sin)
-        return self._cross_entropy(x_BSD, labels_BS[:, 2:])
-
-    def _drafts(self, tokens_BS: Tensor, h_BSD: Tensor, cos_sin: CosSin) -> Tensor:
+    def _drafts(self, tokens_BS: Tensor, h_BSD: Tensor, cos_sin: CosSin, texts: PackedTexts | None = None) -> Tensor:
         """Return what the head reads for the token after the next one, without the last position: [B, S − 1, D]."""
         next_BSD = self._embedded(tokens_BS[:, 1:])
         both_BSD = torch.cat((next_BSD, h_BSD[:, :-1].to(next_BSD.dtype)), dim=-1)
+        if texts is not None:
+            return self.model.layers[-1](both_BSD, *self._positions(tokens_BS[:, :-1], texts.without_last()))
         cos_SR, sin_SR = cos_sin
         return self.model.layers[-1](both_BSD, (cos_SR[:-1], sin_SR[:-1]))
 
@@ -294,18 +319,21 @@ class DeepseekV3(nn.Module):
     def _pop_balance_loss(self, before: Tensor | int = 0) -> Tensor | float:
         return sum((moe.pop_balance_loss() for moe in self.moe_layers().values()), before)
 
-    def _cross_entropy(self, h_BSD: Tensor, labels_BS: Tensor) -> Tensor:
+    def _cross_entropy(self, h_BSD: Tensor, labels_BS: Tensor, n_labels: Tensor | None = None) -> Tensor:
         """Return the mean loss of what the head reads at the positions that have a label.
 
         Args:
             h_BSD: [B, S, D], the last positions have no label.
             labels_BS: int64, less than S of a sequence.
+            n_labels: what the sum is divided by instead of the number of labels.
         """
         n = labels_BS.shape[1]
         if h_BSD.is_cuda:  # the head reads every position: the first n of each sequence would have to be copied
             labels_BS = F.pad(labels_BS, (0, h_BSD.shape[1] - n), value=IGNORED)
         else:
             h_BSD = h_BSD[:, :n]
+        if n_labels is not None:
+            return self._cross_entropies(h_BSD, labels_BS.contiguous()).sum() / n_labels
         if self._has_losses_of_head(h_BSD):
             return mean_loss(self._cross_entropies(h_BSD, labels_BS), labels_BS)
         return cross_entropy(self.lm_head(h_BSD), labels_BS)
@@ -320,7 +348,7 @@ class DeepseekV3(nn.Module):
         """Whether the head computes losses itself: in exact mode on a GPU, unless hooks are to see its logits."""
         return isinstance(self.lm_head, BatchInvariantHead) and can_use_kernel(h_BSD) and not has_hooks(self.lm_head)
 
-    def _check(self, tokens_BS: Tensor, labels_BS: Tensor | None) -> None:
+    def _check(self, tokens_BS: Tensor, labels_BS: Tensor | None, texts: PackedTexts | None = None) -> None:
         if tokens_BS.dim() != 2 or tokens_BS.numel() == 0:
             raise ValueError(f"tokens must be [batch, sequence] with at least one token, not {list(tokens_BS.shape)}")
         length, limit = tokens_BS.shape[1], self.config.max_position_embeddings
@@ -328,6 +356,9 @@ class DeepseekV3(nn.Module):
             raise ValueError(f"{length} tokens are more than the model's max_position_embeddings, {limit}")
         if labels_BS is not None and labels_BS.shape != tokens_BS.shape:
             raise ValueError(f"labels must have the tokens' shape {list(tokens_BS.shape)}, not {list(labels_BS.shape)}")
+        if texts is not None and texts.is_first_BS.shape != tokens_BS.shape:
+            shape = list(texts.is_first_BS.shape)
+            raise ValueError(f"texts must have the tokens' shape {list(tokens_BS.shape)}, not {shape}")
         shortest = 3 if self.training and self.config.num_nextn_predict_layers else 2
         if labels_BS is not None and tokens_BS.shape[1] < shortest:
             raise ValueError(f"a loss needs sequences of at least {shortest} tokens, not {tokens_BS.shape[1]}")

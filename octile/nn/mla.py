@@ -32,10 +32,14 @@ from octile.nn.fused.rotary import latent_keys_and_values, rotate
 from octile.nn.fused.served_attention import served_attention
 from octile.nn.fused.shared_quantization import shared_quantization
 from octile.nn.fused.sparse_latent_attention import sparse_latent_attention, why_not_absorbed
+from octile.nn.fused.text_attention import text_attention
 from octile.nn.fused.top_k_attention import top_k_attention, top_k_weights
 from octile.nn.indexer import Indexer, IndexInput
 from octile.nn.norm import RMSNorm
+from octile.nn.packed_texts import TextBorders
 from octile.nn.rope import CosSin
+
+NOT_PACKED = "texts must be None where attention is {}: it does not know the borders of packed texts"
 
 
 class MLA(FusableModule):
@@ -96,16 +100,22 @@ class MLA(FusableModule):
         self.indexer = indexer
         self.fusable_layers = (*query_layers, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
 
-    def forward(self, x_BSD: Tensor | BlockInput, cos_sin: CosSin) -> Tensor:
+    def forward(self, x_BSD: Tensor | BlockInput, cos_sin: CosSin, texts: TextBorders | None = None) -> Tensor:
         """Attend from each token to itself and to the tokens before it: [B, S, D].
 
         Args:
             x_BSD: the input, or the second result of `octile.nn.pre_norm`.
-            cos_sin: cosines and sines of the positions, each [S, R / 2].
+            cos_sin: cosines and sines of the positions, each [S, R / 2]; with texts those of all tokens, [B·S, R / 2].
+            texts: the borders of packed texts: a token attends to those of its text. None: to those of its sequence.
+
+        Raises:
+            ValueError: there are texts, and the attention is sparse or that of serving.
         """
         x = self.fused_input(x_BSD)
         if isinstance(x, BlockInput):
-            return self._fused(x, cos_sin)
+            return self._fused(x, cos_sin, texts)
+        if texts is not None:
+            return self._attend_within_texts(x, cos_sin, texts)
 
         q_BSHX, latent_BSW, q_latent_BSL = self._projections(x)
         q_BSHX = rotate(q_BSHX, cos_sin)
@@ -131,7 +141,7 @@ class MLA(FusableModule):
         fusion = fuse_linear(*linear, can_fuse=lambda recipe: recipe.can_fuse_attention)
         return fusion if all(type(norm) is RMSNorm for norm in norms) else None
 
-    def _fused(self, x: BlockInput, cos_sin: CosSin) -> Tensor:
+    def _fused(self, x: BlockInput, cos_sin: CosSin, texts: TextBorders | None) -> Tensor:
         recipe, dtype = x.recipe, result_dtype(x.x)
         if self.has_compressed_queries:
             weights = [self.q_a_proj.weight, self.kv_a_proj_with_mqa.weight]
@@ -145,12 +155,15 @@ class MLA(FusableModule):
             x_q, w_q = x, self.q_proj.weight
         weights_after = (w_q, self.kv_b_proj.weight, self.o_proj.weight)
         nope_dim, rope_dim = self.q_split
-        heads = Heads(x.shape[0], self.num_heads, nope_dim, rope_dim, self.kv_split[1], self.softmax_scale)
+        batch = x.shape[0] if texts is None else 1
+        heads = Heads(batch, self.num_heads, nope_dim, rope_dim, self.kv_split[1], self.softmax_scale)
         after = k_rope_TR, cos_sin, *weights_after, heads, dtype
         if recipe.batch_invariant:
+            if texts is not None:
+                raise ValueError(NOT_PACKED.format("that of serving (a batch-invariant recipe)"))
             return served_attention(x_q, self.kv_a_layernorm(latent_TC), *after).view(*x.shape[:-1], -1)
         _, x_kv = norm_block_input(latent_TC, self.kv_a_layernorm, recipe)
-        return latent_attention(x_q, x_kv, *after).view(*x.shape[:-1], -1)
+        return latent_attention(x_q, x_kv, *after, texts).view(*x.shape[:-1], -1)
 
     def _projections(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute the queries [B, S, H, N + R], the latents with the rotary key [B, S, W], and compressed queries."""
@@ -161,6 +174,16 @@ class MLA(FusableModule):
             compressed = self.q_a_layernorm(q)
             q = self.q_b_proj(compressed)
         return q.unflatten(-1, (self.num_heads, -1)), latent_BSW, compressed
+
+    def _attend_within_texts(self, x_BSD: Tensor, cos_sin: CosSin, texts: TextBorders) -> Tensor:
+        """Attend within packed texts, whose tokens are one batch of T = B·S: [B, S, D]."""
+        if self.indexer is not None:
+            raise ValueError(NOT_PACKED.format("sparse"))
+        q_1THX, latent_1TW, _ = self._projections(x_BSD.reshape(1, -1, x_BSD.shape[-1]))
+        latent_1TC, k_rope_1TR = latent_1TW.split(self.latent_split, dim=-1)
+        k_1THX, v_1THV = self._keys_and_values(self.kv_a_layernorm(latent_1TC), k_rope_1TR, cos_sin)
+        o_1THV = text_attention(rotate(q_1THX, cos_sin), k_1THX, v_1THV, self.softmax_scale, texts)
+        return self.o_proj(o_1THV.flatten(-2)).view(x_BSD.shape)
 
     def _attend(
         self, q_BSHX: Tensor, latent_BSC: Tensor, k_rope_BSR: Tensor, cos_sin: CosSin, index: IndexInput | None

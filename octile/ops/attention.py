@@ -163,8 +163,8 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 def _check_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> None:
     _check(q, k, v)
-    _check_like("do", do, q, tuple(v.shape))
-    _check_like("o", o, q, tuple(v.shape))
+    check_like("do", do, q, tuple(v.shape))
+    check_like("o", o, q, tuple(v.shape))
     b, s, h, _ = q.shape
     if lse.dtype != torch.float32 or lse.shape != (b, h, s):
         raise ValueError(f"lse must be float32 {(b, h, s)}, not {lse.dtype} {tuple(lse.shape)}")
@@ -179,11 +179,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> None:
     n_keys = s if causal or k.dim() != 4 else k.shape[1]
     if not n_keys:
         raise ValueError(f"k must have a key, not {tuple(k.shape)}")
-    _check_like("k", k, q, (b, n_keys, h, x))
-    _check_like("v", v, q, (b, n_keys, h, v.shape[-1]))
+    check_like("k", k, q, (b, n_keys, h, x))
+    check_like("v", v, q, (b, n_keys, h, v.shape[-1]))
 
 
-def _check_like(name: str, t: Tensor, q: Tensor, shape: tuple[int, ...]) -> None:
+def check_like(name: str, t: Tensor, q: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise TypeError or ValueError if t, called name in messages, has not q's dtype and device, and this shape."""
     if t.dtype != q.dtype:
         raise TypeError(f"{name} must be {q.dtype} as q, not {t.dtype}")
     if tuple(t.shape) != shape:

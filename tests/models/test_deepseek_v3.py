@@ -12,6 +12,7 @@ from octile.models.config import PRESETS
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import convert
 from octile.nn.moe import share_of_experts
+from octile.nn.packed_texts import PackedTexts
 from octile.recipe import Recipe
 from tests.models.conftest import MINI_V2, MINI_V3, build
 from tests.train.conftest import MICRO
@@ -352,3 +353,96 @@ def test_the_log_probability_of_a_certain_token_has_the_sign_of_the_engine(monke
     log_probs = build(MINI_V3).log_probs(tokens())
     assert not log_probs.any()
     assert not log_probs.signbit().any()
+
+
+# several texts in a sequence
+
+LENGTHS = ((9, 1, 14), (24,))  # of the texts of each sequence
+
+
+def packed() -> PackedTexts:
+    is_first = torch.zeros(2, 24, dtype=torch.bool)
+    is_first[0, [0, 9, 10]] = True
+    return PackedTexts(is_first, max_texts=3)
+
+
+def each_text(t):
+    return [text[None] for row, lengths in zip(t, LENGTHS, strict=True) for text in row.split(lengths)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("recipe", [None, "deepseek_v3"])
+def test_packed_texts_have_the_logits_that_they_have_alone(recipe):
+    model, t = build(MINI_V3), tokens()
+    if recipe is not None:
+        convert(model, Recipe.named(recipe))
+    main, drafts = model.eval().with_drafts(t, packed())
+    found = [part for row, lengths in zip(main, LENGTHS, strict=True) for part in row.split(lengths)]
+    for ours, text in zip(found, each_text(t), strict=True):
+        torch.testing.assert_close(ours[None], model(text), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(drafts[0, 10:], model.with_drafts(t[:1, 10:])[1][0], rtol=1e-5, atol=1e-5)
+
+
+def packed_loss(model, t):
+    return model(t, t, packed())
+
+
+def loss_of_each(model, t):
+    """The same sum, of one text at a time: a text of n tokens has n − 1 labels, and n − 2 of the tokens after them."""
+    main, mtp = [], []
+    for text in [text for text in each_text(t) if text.shape[1] > 2]:
+        model(text, text)
+        n = text.shape[1]
+        main.append(model.last_losses["main"] * (n - 1))
+        mtp.append(model.last_losses["mtp"] * (n - 2))
+    return sum(main) / (8 + 13 + 23), sum(mtp) / (7 + 12 + 22)
+
+
+def test_the_loss_of_packed_texts_is_the_mean_over_their_own_labels(mini):
+    t = tokens()
+    packed_loss(mini, t)
+    ours = mini.last_losses
+    main, mtp = loss_of_each(mini, t)
+    torch.testing.assert_close(ours["main"], main)
+    torch.testing.assert_close(ours["mtp"], mtp)
+
+
+def test_a_text_gets_no_gradient_from_its_neighbors(mini):
+    t = tokens(batch=1)
+    labels = t.clone()
+    labels[:, 9:] = -100  # the second and third text have no loss
+    texts = PackedTexts(packed().is_first_BS[:1])
+    mini.eval()(t, labels, texts).backward()
+    others = [token for token in t[0, 9:].tolist() if token not in t[0, :9]]
+    assert not mini.model.embed_tokens.weight.grad[others].any()
+    assert mini.model.embed_tokens.weight.grad[t[0, :8]].any()
+
+
+def test_given_numbers_of_labels_divide_the_sums(mini):
+    t = tokens()
+    packed_loss(mini, t)
+    means, counts = mini.last_losses, packed().count_labels(t)
+    mini(t, t, packed(), torch.tensor([10.0, 20.0]))
+    torch.testing.assert_close(mini.last_losses["main"], means["main"] * counts[0] / 10)
+    torch.testing.assert_close(mini.last_losses["mtp"], means["mtp"] * counts[1] / 20)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda: convert(DeepseekV3(replace(MICRO, moe_intermediate_size=128)), Recipe.exact()),
+            "attention is that of serving",
+        ),
+        (lambda: DeepseekV3(replace(MICRO, index_n_heads=2, index_head_dim=32, index_topk=4)), "attention is sparse"),
+    ],
+    ids=["exact", "sparse"],
+)
+def test_attention_that_does_not_know_the_borders_of_texts_is_refused(change, message):
+    with pytest.raises(ValueError, match=f"texts must be None where {message}"):
+        change()(tokens(), None, packed())
+
+
+def test_texts_of_another_shape_are_refused(mini):
+    with pytest.raises(ValueError, match=r"texts must have the tokens' shape \[2, 24\], not \[2, 23\]"):
+        mini(tokens(), None, packed().without_last())

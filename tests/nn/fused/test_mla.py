@@ -119,7 +119,7 @@ def test_attention_backward_reads_the_saved_output(monkeypatch):
         read.append((q, k, v, o))
         return attention_backward(do, q, k, v, o, lse, scale)
 
-    monkeypatch.setattr("octile.nn.fused.mla.attention_backward", spy)
+    monkeypatch.setattr("octile.nn.fused.text_attention.attention_backward", spy)
     m, x = mla(), x_of()
     with observe_gemms(seen := Seen()):
         y = m(x, COS_SIN)

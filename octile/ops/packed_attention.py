@@ -1,0 +1,138 @@
+"""Causal attention within each of several texts that follow each other, with its backward pass as another operator.
+
+Texts of any lengths are packed into one sequence of rows. A query attends to the keys of its own text up to its own
+position, as `octile.ops.attention` computes it for that text alone.
+
+On a GPU these are torch's kernels of FlashAttention-2 for texts of various lengths, in BF16 and FP16. They need equally
+many channels in keys and values, at most 256: zeros are appended. Results are not bit for bit those of the reference.
+
+Source: FlashAttention-2 (arXiv 2307.08691).
+Shapes: T rows, N texts, H heads, X channels of a query and a key, V of a value.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from octile.kernels import packed_attention as kernels
+from octile.ops.attention import attention, attention_backward, check_like
+from octile.ops.operator import operator
+from octile.ops.quantize import check_device, check_input_dtype
+
+
+@operator()
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Compute attention within each text.
+
+    Args:
+        q, k: [T, H, X], float32, bfloat16 or float16, channels contiguous.
+        v: [T, H, V] in q's dtype, channels contiguous.
+        cu_seqlens: int32 [N + 1], the first row of each text, and T; nondecreasing from 0. A text may be empty.
+        max_seqlen: at least the rows of the longest text.
+        scale: the factor of q · k, usually 1 / √X.
+
+    Returns:
+        o [T, H, V] in q's dtype, contiguous, and lse [H, T] float32.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: shapes or devices do not fit together; without such a kernel, cu_seqlens are not such ones.
+    """
+    _check(q, k, v, cu_seqlens)
+    o, lse = q.new_empty(v.shape), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
+    for text in _texts(cu_seqlens, len(q), max_seqlen):
+        o_1SHV, lse_1HS = attention.reference(q[None, text], k[None, text], v[None, text], scale)
+        o[text], lse[:, text] = o_1SHV[0], lse_1HS[0]
+    return o, lse
+
+
+@packed_attention.register_fake
+def _(q, k, v, cu_seqlens, max_seqlen, scale):
+    return q.new_empty(v.shape), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
+
+
+@packed_attention.register_kernel("cuda")
+def _(q, k, v, cu_seqlens, max_seqlen, scale):
+    _check(q, k, v, cu_seqlens)
+    if kernels.why_not(q, v) is None:
+        return kernels.forward(q, k, v, cu_seqlens, max_seqlen, scale)
+    return packed_attention.reference(q, k, v, cu_seqlens, max_seqlen, scale)
+
+
+@operator()
+def packed_attention_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, cu_seqlens: Tensor, max_seqlen: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the gradients of q, k and v.
+
+    Args:
+        do: [T, H, V] in q's dtype, the gradient of o.
+        q, k, v, cu_seqlens, max_seqlen, scale: as in `packed_attention`.
+        o: [T, H, V] in q's dtype, the result of `packed_attention`; it may have been saved in fewer bits.
+        lse: [H, T] float32, from `packed_attention`.
+
+    Returns:
+        dq, dk [T, H, X] and dv [T, H, V] in q's dtype, contiguous.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: shapes or devices do not fit together; without such a kernel, cu_seqlens are not such ones.
+    """
+    _check_backward(do, q, k, v, o, lse, cu_seqlens)
+    gradients = q.new_empty(q.shape), q.new_empty(k.shape), q.new_empty(v.shape)
+    for text in _texts(cu_seqlens, len(q), max_seqlen):
+        operands = (t[None, text] for t in (do, q, k, v, o))
+        found = attention_backward.reference(*operands, lse[None, :, text], scale)
+        for gradient, of_text in zip(gradients, found, strict=True):
+            gradient[text] = of_text[0]
+    return gradients
+
+
+@packed_attention_backward.register_fake
+def _(do, q, k, v, o, lse, cu_seqlens, max_seqlen, scale):
+    return q.new_empty(q.shape), q.new_empty(k.shape), q.new_empty(v.shape)
+
+
+@packed_attention_backward.register_kernel("cuda")
+def _(do, q, k, v, o, lse, cu_seqlens, max_seqlen, scale):
+    _check_backward(do, q, k, v, o, lse, cu_seqlens)
+    if kernels.why_not(q, v) is None:
+        return kernels.backward(do, q, k, v, o, lse, cu_seqlens, max_seqlen, scale)
+    return packed_attention_backward.reference(do, q, k, v, o, lse, cu_seqlens, max_seqlen, scale)
+
+
+def _texts(cu_seqlens: Tensor, rows: int, longest: int) -> list[slice]:
+    """Return the rows of each text that has some; raise ValueError if cu_seqlens are not such ones."""
+    starts = cu_seqlens.tolist()
+    if starts[0] != 0 or starts[-1] != rows or starts != sorted(starts):
+        raise ValueError(f"cu_seqlens must be nondecreasing from 0 to {rows}, not {starts}")
+    found = [slice(a, b) for a, b in pairwise(starts) if a < b]
+    if any(text.stop - text.start > longest for text in found):
+        raise ValueError(f"max_seqlen must be at least the rows of the longest text, not {longest}")
+    return found
+
+
+def _check_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, cu_seqlens: Tensor) -> None:
+    _check(q, k, v, cu_seqlens)
+    check_like("do", do, q, tuple(v.shape))
+    check_like("o", o, q, tuple(v.shape))
+    if lse.dtype != torch.float32 or lse.shape != (q.shape[1], len(q)):
+        raise ValueError(f"lse must be float32 {(q.shape[1], len(q))}, not {lse.dtype} {tuple(lse.shape)}")
+    check_device("q", q, "lse", lse)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> None:
+    check_input_dtype("q", q)
+    if q.dim() != 3:
+        raise ValueError(f"q must be [T, H, X], not {tuple(q.shape)}")
+    check_like("k", k, q, tuple(q.shape))
+    check_like("v", v, q, (*q.shape[:2], v.shape[-1]))
+    if cu_seqlens.dtype != torch.int32:
+        raise TypeError(f"cu_seqlens must be int32, not {cu_seqlens.dtype}")
+    if cu_seqlens.dim() != 1 or not len(cu_seqlens):
+        raise ValueError(f"cu_seqlens must have the first row of each text and the end, not {tuple(cu_seqlens.shape)}")
+    check_device("q", q, "cu_seqlens", cu_seqlens)
