@@ -4,6 +4,9 @@ A template is jinja, as transformers has it in `tokenizer_config.json` or `chat_
 base model has none; it gets a plain one, and the server says so.
 
 Text of a request that spells a special token stays text: it cannot end a message or begin another.
+
+Training reads whole conversations by it, and learns the assistant's messages only: what transformers' tag
+`{% generation %}` marks in a template, or what a template without that tag writes after the beginning of an answer.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from jinja2 import Template, TemplateError
-from jinja2.ext import loopcontrols
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
+from jinja2.parser import Parser
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from octile.serve.http.reasoning import Thought, ends_inside, thought_after
@@ -31,6 +36,7 @@ PLAIN = """\
 {% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"""
 PLAIN_STOP = ("\n\nUser:",)
 NO_VARIABLES = "chat_template", "tokenize"  # arguments of transformers' function, which renders a template
+ANSWER_MARKS = "marks of answers"  # the variable with what is written around an answer; no template can read its name
 
 
 class FieldError(ValueError):
@@ -87,6 +93,18 @@ class Prompt(NamedTuple):
     def thought(self) -> Thought:
         """Whether the model's text begins as a thought: after a `<think>` that is not closed."""
         return thought_after(self.text, self.continued)
+
+
+class Conversation(NamedTuple):
+    """A rendered conversation.
+
+    Attributes:
+        tokens: its tokens.
+        is_answer: for each token whether the assistant writes it.
+    """
+
+    tokens: list[int]
+    is_answer: list[bool]
 
 
 class ChatTemplate:
@@ -150,42 +168,157 @@ class ChatTemplate:
             FieldError: the template does not do what the request asks for.
             ValueError: the template refuses the messages, or fails.
         """
-        mark, found = secrets.token_hex(8), list[str]()
-
-        def hide(match: re.Match[str]) -> str:
-            found.append(match[0])
-            return f"{mark}{len(found) - 1:08d}"
-
-        source, config = self._tool_use if rendering.tools else self._source, self._tokenizer.config
-        names = {key: token_text(config.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
-        given = {
-            "messages": messages,
-            "add_generation_prompt": rendering.add_generation_prompt,
-            "tools": rendering.tools or None,
-            "documents": None,
-        }
-        if any("tool_calls" in message for message in messages) and not source.reads_calls:
-            raise FieldError("messages", "must have no tool_calls: the chat template does not read them")
+        hiding = _Hiding(self._special)
+        source, names = self._tool_use if rendering.tools else self._source, self._names()
+        given = _given(messages, rendering, source)
         variables = _chosen(rendering, source, (*given, *names))
-        last, end = "", f"{mark}end "
+        last, end = "", f"{hiding.mark}end "
         if rendering.continue_final_message:
             *others, final = messages
             last = final["content"]
             given["messages"] = [*others, {**final, "content": last + end}]
-        hidden = _map_texts({**given, **variables}, lambda text: self._special.sub(hide, text))
-        text = source.render({**hidden, **names})
+        text = source.render({**_map_texts({**given, **variables}, hiding.hide), **names})
         if rendering.continue_final_message:
             text = _before(text, end)
-        parts = re.split(f"{mark}([0-9]{{8}})", text)
-        parts[1::2] = [found[int(part)] for part in parts[1::2]]
+        parts = hiding.split(text)
         whole = "".join(parts)
         if rendering.reasoning_effort is not None and "reasoning_effort" not in variables:
             _check_effort(rendering.reasoning_effort, ends_inside(whole, last))
         check(whole)
+        return Prompt(self._encode(parts), whole, last)
+
+    def conversation(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> Conversation:
+        """Render a whole conversation, and find the answers in it.
+
+        Each answer is encoded apart from what precedes it, as in serving.
+
+        Args:
+            messages, tools, variables: as in `prompt` and `Rendering`.
+
+        Raises:
+            ValueError: the template refuses the messages, or fails; or the answers cannot be told from the rest.
+        """
+        hiding = _Hiding(self._special)
+        source, rendering = self._tool_use if tools else self._source, Rendering(tools, variables, None, False)
+        given = _given(messages, rendering, source)
+        chosen = _chosen(rendering, source, (*given, *self._names()))
+        hidden: dict[str, Any] = {**_map_texts({**given, **chosen}, hiding.hide), **self._names()}
+        if source.marks_answers:
+            begin, end = (f"{hiding.mark}{word}" for word in ("begin", "end"))
+            text = source.render({**hidden, ANSWER_MARKS: (begin, end)})
+            first, *others = text.split(begin)
+            pieces = [(first, False)]
+            for answer, _, rest in (other.partition(end) for other in others):
+                pieces += [(answer, True), (rest, False)]
+        else:
+            pieces = _answers_by_prefixes(source, hidden)
+        tokens, is_answer = list[int](), list[bool]()
+        for piece, answers in pieces:
+            encoded = self._encode(hiding.split(piece))
+            tokens += encoded
+            is_answer += [answers] * len(encoded)
+        return Conversation(tokens, is_answer)
+
+    def _names(self) -> dict[str, str]:
+        config = self._tokenizer.config
+        return {key: token_text(config.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
+
+    def _encode(self, parts: Sequence[str]) -> list[int]:
+        """Encode parts of a text: the even ones have special tokens, the odd ones spell them."""
         # `encode` of a single text would hold the interpreter's lock, and with it every other thread
-        encoded = [encoding.ids for encoding in self._backend.encode_batch_fast(parts, add_special_tokens=False)]
+        encoded = [encoding.ids for encoding in self._backend.encode_batch_fast(list(parts), add_special_tokens=False)]
         encoded[1::2] = self._tokenizer.encode_batch(parts[1::2])
-        return Prompt([token for tokens in encoded for token in tokens], whole, last)
+        return [token for tokens in encoded for token in tokens]
+
+
+class _Hiding:
+    """Replaces special tokens that texts spell, while a template is rendered.
+
+    Args:
+        special: finds them.
+
+    Attributes:
+        mark: a random text, of which no template or message knows.
+    """
+
+    def __init__(self, special: re.Pattern[str]):
+        self.mark = secrets.token_hex(8)
+        self._special, self._found = special, list[str]()
+
+    def hide(self, text: str) -> str:
+        """Replace the special tokens of a text."""
+        return self._special.sub(self._replace, text)
+
+    def split(self, text: str) -> list[str]:
+        """Split a rendered text: the even parts are as rendered, the odd ones are what was replaced."""
+        parts = re.split(f"{self.mark}([0-9]{{8}})", text)
+        parts[1::2] = [self._found[int(part)] for part in parts[1::2]]
+        return parts
+
+    def _replace(self, match: re.Match[str]) -> str:
+        self._found.append(match[0])
+        return f"{self.mark}{len(self._found) - 1:08d}"
+
+
+class _AnswerTag(Extension):
+    """transformers' `{% generation %}…{% endgeneration %}` around what the assistant writes."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja's
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Parse the tag."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked", [nodes.ContextReference()]), [], [], body).set_lineno(line)
+
+    def _marked(self, context: Context, caller: Macro) -> str:
+        begin, end = context.get(ANSWER_MARKS) or ("", "")
+        return f"{begin}{caller()}{end}"
+
+
+def _given(messages: Sequence[Mapping[str, Any]], rendering: Rendering, source: _Source) -> dict[str, Any]:
+    """The variables of a template that a request does not choose.
+
+    Raises:
+        FieldError: the template does not read the messages' calls.
+    """
+    if any("tool_calls" in message for message in messages) and not source.reads_calls:
+        raise FieldError("messages", "must have no tool_calls: the chat template does not read them")
+    return {
+        "messages": messages,
+        "add_generation_prompt": rendering.add_generation_prompt,
+        "tools": rendering.tools or None,
+        "documents": None,
+    }
+
+
+def _answers_by_prefixes(source: _Source, variables: Mapping[str, Any]) -> list[tuple[str, bool]]:
+    """Split a conversation into (text, whether it is an answer), by rendering its beginnings.
+
+    An answer is what the template writes for a message of the assistant after it has begun it
+    (`add_generation_prompt`).
+
+    Raises:
+        ValueError: a beginning is rendered in another way than in the whole conversation.
+    """
+    messages = variables["messages"]
+    whole = source.render(variables)
+    pieces, done = list[tuple[str, bool]](), 0
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before = source.render({**variables, "messages": messages[:i], "add_generation_prompt": True})
+            through = source.render({**variables, "messages": messages[: i + 1]})
+            if not (through.startswith(before) and whole.startswith(through) and len(before) >= done):
+                raise ValueError(
+                    f"messages[{i}]: the chat template writes this answer, or what precedes it, in another way in the "
+                    "whole conversation than up to here, so the answer's tokens are not known: mark what the assistant "
+                    "writes with {% generation %} in the template"
+                )
+            pieces += [(whole[done : len(before)], False), (whole[len(before) : len(through)], True)]
+            done = len(through)
+    return [*pieces, (whole[done:], False)]
 
 
 class _Source:
@@ -197,19 +330,24 @@ class _Source:
     Attributes:
         variables: names of the variables that it reads.
         reads_calls: whether it reads the tool_calls of messages.
+        marks_answers: whether it marks what the assistant writes.
 
     Raises:
         ValueError: the source is not jinja.
     """
 
     def __init__(self, source: str):
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _AnswerTag]
+        )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self.reads_calls = "tool_calls" in source
         try:
-            self.variables = frozenset(find_undeclared_variables(environment.parse(source)))
+            parsed = environment.parse(source)
+            self.marks_answers = next(parsed.find_all(nodes.ExtensionAttribute), None) is not None
+            self.variables = frozenset(find_undeclared_variables(parsed))
             self._template: Template = environment.from_string(source)
         except TemplateError as error:
             raise ValueError(f"the tokenizer's chat_template is not jinja: {error}") from None

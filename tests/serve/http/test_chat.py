@@ -329,3 +329,69 @@ def test_the_content_of_a_message_with_calls_alone_is_none(content):
 def test_calls_that_the_template_does_not_read_are_refused(tokenizer, source):
     with pytest.raises(FieldError, match="messages must have no tool_calls: the chat template does not read them"):
         rendered(tokenizer, source, [*user("a"), called("{}")])
+
+
+# whole conversations, for training
+
+TALK = [
+    {"role": "system", "content": "be <|end|> good"},
+    *user("hi"),
+    {"role": "assistant", "content": "hello"},
+    *user("two"),
+    {"role": "assistant", "content": "world"},
+]
+MARKED = """\
+{{ bos_token }}{% for message in messages %}[{{ message.role }}]{% if message.role == 'assistant' %}\
+{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}
+{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"""
+
+
+def answers(tokenizer, source, messages=TALK) -> list[str]:
+    """The texts of the answers of a conversation, one after the other."""
+    tokens, is_answer = ChatTemplate(tokenizer, source).conversation(messages, (), {})
+    runs, before = [], False
+    for token, answer in zip(tokens, is_answer, strict=True):
+        if answer and not before:
+            runs.append([])
+        if answer:
+            runs[-1].append(token)
+        before = answer
+    return [tokenizer.decode(run) for run in runs]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (None, [" hello\n\n", " world\n\n"]),
+        (MARKED, ["hello<|end|>", "world<|end|>"]),
+        (KIMI, ["hello<|im_end|>", "world<|im_end|>"]),
+        (V31, ["hello<｜end▁of▁sentence｜>", "world<｜end▁of▁sentence｜>"]),
+    ],
+    ids=["plain", "marked", "Kimi", "V3.1"],
+)
+def test_the_answers_of_a_conversation_are_found(tokenizer, source, expected):
+    assert answers(tokenizer, source) == expected
+
+
+@pytest.mark.parametrize("source", [None, MARKED, KIMI, V31], ids=["plain", "marked", "Kimi", "V3.1"])
+def test_a_conversation_has_the_text_of_its_prompt(tokenizer, source):
+    template = ChatTemplate(tokenizer, source)
+    prompt = template.prompt(TALK, Rendering(add_generation_prompt=False))
+    assert tokenizer.decode(template.conversation(TALK, (), {}).tokens) == tokenizer.decode(prompt.tokens)
+
+
+def test_what_precedes_an_answer_has_the_tokens_of_its_prompt(tokenizer):
+    template = ChatTemplate(tokenizer, V31)
+    tokens, is_answer = template.conversation(TALK[:3], (), {})
+    assert tokens[: is_answer.index(True)] == template.prompt(TALK[:2]).tokens
+
+
+def test_a_template_that_writes_answers_otherwise_in_history_is_refused(tokenizer):
+    with pytest.raises(ValueError, match=r"messages\[2\]: the chat template writes this answer, .*{% generation %}"):
+        answers(tokenizer, R1)
+
+
+def test_the_tag_of_answers_changes_no_prompt(tokenizer):
+    unmarked = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    texts = [ChatTemplate(tokenizer, source).prompt(TALK).text for source in (MARKED, unmarked)]
+    assert texts[0] == texts[1]
