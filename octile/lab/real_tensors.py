@@ -46,12 +46,13 @@ def real_tensors(run: Path | None) -> RealTensors:
         return _collect(model, tokens_BS, "an untrained model of the preset tiny, on random tokens")
     from octile.checkpoint.hugging_face import load
     from octile.train.data.batches import validation_windows
+    from octile.train.data.packed_tokens import tokens_of
     from octile.train.data.token_store import TokenStore
     from octile.train.run.folder import RunFolder
 
     folder = RunFolder.open(run)
     length = folder.read_config().sequence_length - 1
-    tokens_BS = validation_windows(TokenStore.open(folder.data).val, length, SEQUENCES)
+    tokens_BS = tokens_of(validation_windows(TokenStore.open(folder.data).val, length, SEQUENCES))
     return _collect(load(run), tokens_BS, f"the run {run.name}, on its held-out text")
 
 

@@ -31,6 +31,7 @@ from octile.parallel.device import pick_device
 from octile.recipe import GEMMS, GemmName
 from octile.report.console import Console
 from octile.train.config import TrainConfig
+from octile.train.data.packed_tokens import tokens_of
 from octile.train.data.token_store import TokenStore
 from octile.train.run.deterministic import deterministic
 from octile.train.run.folder import RunFolder
@@ -254,4 +255,4 @@ def _oldest_with_state(store: Store) -> Store | None:
 
 def _tokens(trainer: Trainer, step: int) -> Tensor:
     """Return the token ids of the first micro-batch of a step."""
-    return trainer.batches.batch(step - 1).chunk(trainer.config.micro_batches)[0]
+    return tokens_of(trainer.batches.batch(step - 1)).chunk(trainer.config.micro_batches)[0]

@@ -139,8 +139,8 @@ class DeepseekV3(nn.Module):
             tokens_BS: int64 [B, S].
             labels_BS: int64 [B, S], usually the tokens themselves: the model shifts them. The loss ignores −100.
             texts: where the texts of packed sequences begin, if a sequence is not one text.
-            n_labels_2: float32 [2], what the sums of the losses of next tokens, and of the tokens after them, are
-                divided by; their numbers of labels if not given.
+            n_labels_2: float32 [2], by what the summed losses of next tokens, and of the tokens after them, are
+                divided; by their numbers of labels if not given.
 
         Returns:
             logits [B, S, V]; or the mean loss in nats, a scalar: the next token's cross-entropy, in training mode

@@ -87,8 +87,8 @@ def packed_attention_backward(
     for text in _texts(cu_seqlens, len(q), max_seqlen):
         operands = (t[None, text] for t in (do, q, k, v, o))
         found = attention_backward.reference(*operands, lse[None, :, text], scale)
-        for gradient, of_text in zip(gradients, found, strict=True):
-            gradient[text] = of_text[0]
+        for gradient, part in zip(gradients, found, strict=True):
+            gradient[text] = part[0]
     return gradients
 
 

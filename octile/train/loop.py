@@ -151,6 +151,7 @@ def train(config: TrainConfig, resume: bool, console: RunConsole, hook: RunHook 
     check_world(config)
     device = pick_own_device(config.device)
     if not resume:  # the recipe of a resumed run is in its folder
+        fine_tune.check_examples(config)
         check_recipe(config)
     if config.checkpoints is not None and "://" not in config.checkpoints:  # a resumed run may begin elsewhere
         config = replace(config, checkpoints=os.path.abspath(config.checkpoints))
@@ -174,6 +175,7 @@ def _train_joined(
     begun = open_run(config.out, config.checkpoints) if resume and config.out is not None else None
     config = continued(begun, config) if begun is not None else config.with_file_texts()
     if begun is not None:
+        fine_tune.check_examples(config)
         check_recipe(config)
     if config.init_from is not None and not resume:
         fine_tune.check_shape(config, config.init_from)

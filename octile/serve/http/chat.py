@@ -198,7 +198,7 @@ class ChatTemplate:
             messages, tools, variables: as in `prompt` and `Rendering`.
 
         Raises:
-            ValueError: the template refuses the messages, or fails; or the answers cannot be told from the rest.
+            ValueError: the template refuses the messages, or fails; or it is not known which tokens the answers have.
         """
         hiding = _Hiding(self._special)
         source, rendering = self._tool_use if tools else self._source, Rendering(tools, variables, None, False)

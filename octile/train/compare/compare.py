@@ -35,7 +35,9 @@ from octile.train.compare.run import ComparedRun, train_compared_run
 from octile.train.config import TrainConfig, describe_changes, describe_settings
 from octile.train.data.batches import validation_windows
 from octile.train.data.corpus import check_source
+from octile.train.data.examples import is_examples
 from octile.train.data.open import open_tokens, print_passes
+from octile.train.data.packed_tokens import PackedTokens
 from octile.train.data.token_store import TokenStore
 from octile.train.evaluation.visible_tokens import visible_token
 from octile.train.memory.check import check_memory
@@ -139,6 +141,10 @@ def _check_new(config: TrainConfig, device: torch.device, runs: int) -> str | No
     Raises:
         ValueError: the data cannot be used, or the comparison takes too long on a CPU.
     """
+    if is_examples(config.data):
+        raise ValueError(
+            f"data {config.data!r} holds examples, on which runs are not compared: name a text or a folder"
+        )
     check_source(config.data)
     return check_duration(config, device, runs=runs)
 
@@ -234,6 +240,7 @@ def _token_differences(
         assert run.token_losses_NS is not None
         return run.token_losses_NS.double().numpy()
 
+    assert not isinstance(store.train, PackedTokens)  # `_check_new` refuses examples
     counted = store.train[:FREQUENCY_TOKENS]
     found = token_differences(
         name,

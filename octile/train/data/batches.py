@@ -1,7 +1,8 @@
 """Shuffled batches: batch n depends only on (seed, n), so that a run can be resumed at any step.
 
 A text of T tokens has ⌊(T − 1)/S⌋ windows of S + 1 tokens. Neighboring windows share one token, so that every token but
-the first is predicted exactly once per epoch. Each epoch visits all windows in another order.
+the first is predicted exactly once per epoch. Each epoch visits all windows in another order. Of packed sequences
+(`octile.train.data.packed_tokens`) each is a window of its own.
 
 The order is computed, not stored. A Feistel network maps (left, right) → (right, left ⊕ f(right)). This is invertible
 for any f, so it permutes all numbers of 2h bits. A result that is not a window is permuted again until it is one
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from octile.optim.schedule import BatchRamp
+from octile.train.data.packed_tokens import PackedTokens
 from octile.train.data.streamed_tokens import StreamedTokens
 from octile.train.data.token_store import Tokens
 
@@ -48,6 +50,8 @@ class Batches:
 
     def batch(self, step: int, rank: int = 0, n_ranks: int = 1) -> Tensor:
         """The batch of one step, int64 [B, S + 1]: inputs are all columns but the last, targets all but the first.
+
+        Of packed sequences it is [B, S + 1, 2], each token with its mark.
 
         If an epoch ends within a batch, the rest of the batch belongs to the next epoch.
 
@@ -120,7 +124,10 @@ class PreparedBatches:
 
 
 def validation_windows(tokens: Tokens, sequence_length: int, n: int) -> Tensor:
-    """The same `n` evenly spaced windows of held-out tokens, or all if there are fewer: int64 [n, S + 1]."""
+    """The same `n` evenly spaced windows of held-out tokens, or all if there are fewer: int64 [n, S + 1].
+
+    Of packed sequences they are [n, S + 1, 2].
+    """
     if n < 1:
         raise ValueError(f"n must be at least 1, not {n}")
     n_windows = count_windows(tokens, sequence_length)
@@ -134,10 +141,14 @@ def count_windows(tokens: Tokens, sequence_length: int) -> int:
         raise ValueError(f"sequence_length must be at least 1, not {sequence_length}")
     if tokens.ndim != 1 or len(tokens) <= sequence_length:
         raise ValueError(f"tokens must be [T] with T > sequence_length = {sequence_length}, not {list(tokens.shape)}")
+    if isinstance(tokens, PackedTokens):
+        return len(tokens) // tokens.sequence_length
     return (len(tokens) - 1) // sequence_length
 
 
 def _windows(tokens: Tokens, window_B: npt.NDArray[np.int64], sequence_length: int) -> Tensor:
+    if isinstance(tokens, PackedTokens):
+        return tokens.sequences(window_B)
     begin_B = window_B * sequence_length
     if isinstance(tokens, StreamedTokens):
         return torch.from_numpy(tokens.windows(begin_B, sequence_length + 1).astype(np.int64))

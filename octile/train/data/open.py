@@ -8,7 +8,9 @@ from octile.checkpoint.hugging_face import checkpoint_folder
 from octile.parallel.ranks import Ranks
 from octile.train.config import TrainConfig
 from octile.train.data.batches import count_windows
+from octile.train.data.examples import is_examples
 from octile.train.data.prepare import prepare
+from octile.train.data.prepare_examples import prepare_examples
 from octile.train.data.token_store import MANIFEST, TokenStore
 from octile.train.run.console import RunConsole
 from octile.train.step.progress import batch_ramp
@@ -18,6 +20,8 @@ MAX_PASSES = 4  # that are nearly as good as new text (Muennighoff et al., arXiv
 
 def prepare_tokens(config: TrainConfig, folder: Path, console: RunConsole) -> TokenStore:
     """Tokenize the configuration's data into a folder, or reuse the tokens there."""
+    if is_examples(config.data):
+        return _prepare_examples(config, folder, console)
     with console.stages() as progress:
         store = prepare(
             config.data,
@@ -30,11 +34,32 @@ def prepare_tokens(config: TrainConfig, folder: Path, console: RunConsole) -> To
             say=console.print,
         )
     console.print_data(store)
+    _print_held_out(config, store, console)
+    return store
+
+
+def _prepare_examples(config: TrainConfig, folder: Path, console: RunConsole) -> TokenStore:
+    assert config.init_from is not None
+    with console.stages() as progress:
+        store = prepare_examples(
+            config.data,
+            folder,
+            config.sequence_length,
+            checkpoint_folder(config.init_from),
+            held_out_sequences=config.val_sequences,
+            progress=progress,
+        )
+    console.print_examples(store)
+    _print_held_out(config, store, console)
+    return store
+
+
+def _print_held_out(config: TrainConfig, store: TokenStore, console: RunConsole) -> None:
+    """Say if fewer sequences are held out than a validation is to measure."""
     if (windows := count_windows(store.val, config.sequence_length - 1)) < config.val_sequences:
         console.print(
             f"val_sequences is {config.val_sequences:,}, but so little text is held out: {windows:,} are measured"
         )
-    return store
 
 
 def open_tokens(config: TrainConfig, folder: Path, resume: bool, console: RunConsole, ranks: Ranks) -> TokenStore:

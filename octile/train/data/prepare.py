@@ -115,7 +115,7 @@ def prepare(
             built = Path(building)
             manifest = token_cache.fetch(settings, built, lambda: _build(built, source, settings, given, progress), say)
             replace(manifest, source=str(source)).write(built)
-            _publish(built, folder)
+            publish(built, folder, manifest)
     return TokenStore.open(folder)
 
 
@@ -244,8 +244,8 @@ def _batches_of_text(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def _publish(building: Path, folder: Path) -> None:
+def publish(building: Path, folder: Path, manifest: Manifest) -> None:
     """Move a built store to its folder, the manifest last, so that it never describes files of another build."""
     (folder / MANIFEST).unlink(missing_ok=True)
-    for name in (*FILES, LEFT_OUT, MANIFEST):
+    for name in (*manifest.files, LEFT_OUT, MANIFEST):
         os.replace(building / name, folder / name)

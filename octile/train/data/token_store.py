@@ -3,6 +3,7 @@
     tokenizer.json, tokenizer_config.json   the tokenizer
     train.npy, val.npy                      uint16 (or uint32) [tokens]: <|begin|> text <|end|> <|begin|> text <|end|> …
     left_out.txt                            the files and texts that were left out, a line each: reason, name
+    train_marks.npy, val_marks.npy          uint8 [tokens], only of packed sequences (`packed_tokens`)
     manifest.json                           their source and number, and the SHA-256 of each file but left_out.txt
 
 The manifest is written last: a folder without one is not finished, and a folder that does not match it is damaged.
@@ -18,11 +19,13 @@ import numpy.typing as npt
 
 from octile.checkpoint.files import atomic_write, checksum
 from octile.checkpoint.store import Store
+from octile.text import format_count
 from octile.tokenizer import Tokenizer
+from octile.train.data.packed_tokens import PackedTokens
 from octile.train.data.streamed_tokens import StreamedTokens
 from octile.validation import check_fields, from_json, json_checksum, read_json
 
-Tokens = npt.NDArray[np.unsignedinteger] | StreamedTokens
+Tokens = npt.NDArray[np.unsignedinteger] | StreamedTokens | PackedTokens
 
 PARTS = ("train", "val")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -31,6 +34,29 @@ LEFT_OUT = "left_out.txt"
 MANIFEST = "manifest.json"
 
 REMEDY = "delete it to have it built anew"
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What else is known of a store of packed sequences.
+
+    Attributes:
+        sequence_length: the tokens of a sequence.
+        max_texts: the most texts of a sequence; padding counts as one.
+        labels: the tokens with a loss of each of the parts "train" and "val".
+        padding: the tokens of padding of each part.
+        truncated: how many texts were longer than a sequence, and were cut at its end.
+        longest: the tokens of the longest text, before it was cut.
+        has_plain_template: whether the tokenizer has no chat template, so that a plain one writes conversations.
+    """
+
+    sequence_length: int
+    max_texts: int
+    labels: dict[str, int]
+    padding: dict[str, int]
+    truncated: int
+    longest: int
+    has_plain_template: bool
 
 
 @dataclass(frozen=True)
@@ -50,6 +76,7 @@ class Manifest:
             whole.
         cut_tokens: the tokens that were cut out of the training documents, because held-out documents have them, too.
         url: where the tokens are streamed from; None if they lie in the folder.
+        packed: what else is known of packed sequences; None if they are windows of one text.
     """
 
     source: str
@@ -64,10 +91,18 @@ class Manifest:
     span: int | None = None
     cut_tokens: int = 0
     url: str | None = None
+    packed: Packed | None = None
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The names of the store's files that have checksums."""
+        return FILES if self.packed is None else (*FILES, *(f"{part}_marks.npy" for part in PARTS))
 
     @property
     def unit(self) -> str:
-        """What is held out: "documents", or "spans" of them."""
+        """What is held out: "documents", or "spans" of them; "texts" of packed sequences."""
+        if self.packed is not None:
+            return "texts"
         return "documents" if self.span is None else "spans"
 
     @property
@@ -172,9 +207,11 @@ class TokenStore:
 
         Raises:
             FileNotFoundError: there is no finished store, or a file of it is missing.
-            ValueError: a file is not what was written.
+            ValueError: a file is not what was written, or the store has packed sequences.
         """
         store, manifest = Store(url), manifest_at(url)
+        if manifest.packed is not None:
+            raise ValueError(f"data {url!r} has packed sequences, which are not streamed: give their file of examples")
         folder.mkdir(parents=True, exist_ok=True)
         for name in (*TOKENIZER_FILES, LEFT_OUT):
             with atomic_write(folder / name) as file:
@@ -189,7 +226,7 @@ def check_files(folder: Path, manifest: Manifest) -> None:
     Raises:
         ValueError: a file is missing or is not what was written.
     """
-    for name in FILES if manifest.url is None else TOKENIZER_FILES:
+    for name in manifest.files if manifest.url is None else TOKENIZER_FILES:
         if not (folder / name).is_file():
             raise ValueError(f"token store {folder} is damaged: {name} is missing; {REMEDY}")
         if checksum(folder / name)["sha256"] != manifest.sha256.get(name):
@@ -199,11 +236,19 @@ def check_files(folder: Path, manifest: Manifest) -> None:
 def _parts(folder: Path, manifest: Manifest) -> list[Tokens]:
     """The tokens of each part, memory-mapped or streamed."""
     if manifest.url is None:
-        return [np.load(folder / f"{part}.npy", mmap_mode="r", allow_pickle=False) for part in PARTS]
+        tokens, packed = [_mapped(folder / f"{part}.npy") for part in PARTS], manifest.packed
+        if packed is None:
+            return [*tokens]
+        marks = [_mapped(folder / f"{part}_marks.npy") for part in PARTS]
+        return [PackedTokens(*each, packed.sequence_length) for each in zip(tokens, marks, strict=True)]
     if manifest_at(manifest.url).sha256 != manifest.sha256:
         raise ValueError(f"token store {manifest.url} has other tokens than when {folder} was written")
     store = Store(manifest.url)
     return [StreamedTokens(store, f"{part}.npy", manifest.tokens[part], manifest.vocab_size) for part in PARTS]
+
+
+def _mapped(file: Path) -> npt.NDArray[Any]:
+    return np.load(file, mmap_mode="r", allow_pickle=False)
 
 
 def manifest_at(url: str) -> Manifest:
@@ -224,14 +269,25 @@ def manifest_at(url: str) -> Manifest:
         raise FileNotFoundError(f"{url} is not a finished token store: it has no {MANIFEST}") from None
 
 
+def describe_truncated(manifest: Manifest) -> str:
+    """Say how many texts of packed sequences were cut: "3 of 100 texts are"."""
+    assert manifest.packed is not None
+    cut, all_texts = manifest.packed.truncated, sum(manifest.documents.values()) + sum(manifest.skipped.values())
+    return f"{cut:,} of {format_count(all_texts, 'text')} {'is' if cut == 1 else 'are'}"
+
+
 class TokenWriter:
     """Appends tokens to a .npy file. The header, which contains the length, is overwritten at the end.
 
     NumPy pads the header so that every length fits.
+
+    Args:
+        path: the file.
+        dtype: that of the elements; or the size of a vocabulary, for the smallest one that holds its tokens.
     """
 
-    def __init__(self, path: Path, vocab_size: int):
-        self._dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+    def __init__(self, path: Path, dtype: int | np.dtype[Any]):
+        self._dtype = np.dtype("<u2" if dtype <= 2**16 else "<u4") if isinstance(dtype, int) else dtype
         self._file = path.open("wb")
         self.length = 0
         self._header_end = self._write_header()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from octile.nn.weight_cache import frozen_weights
+from octile.train.data.packed_tokens import is_packed
 from octile.train.trainer import Trainer
 
 
@@ -36,10 +37,12 @@ def draft_acceptance(trainer: Trainer, windows: Tensor | None = None) -> DraftAc
         windows: int64 [N, S]; the held-out windows if not given.
 
     Raises:
-        ValueError: the model has no multi-token prediction.
+        ValueError: the model has no multi-token prediction, or sequences are packed.
     """
     trainer.model.eval()
     windows = trainer.evaluator.held_out if windows is None else windows
+    if is_packed(windows):
+        raise ValueError(f"windows must be [N, S] of plain text, not packed sequences {list(windows.shape)}")
     batch = trainer.config.micro_batch_size
     greedy = drawn = torch.zeros((), dtype=torch.float64, device=trainer.device)
     with frozen_weights(trainer.model), trainer.passes.precision():

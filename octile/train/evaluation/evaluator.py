@@ -17,6 +17,7 @@ from octile.nn.delayed_scaling import amax_histories
 from octile.nn.weight_cache import frozen_weights
 from octile.ops.high_precision import without_reduced_precision_reduction
 from octile.optim import EMA, AdamW
+from octile.train.data.packed_tokens import count_labels, is_packed
 from octile.train.evaluation.diagnostics import record_tile_scales
 from octile.train.step.passes import Passes
 from octile.train.step.progress import Progress
@@ -34,7 +35,7 @@ class Evaluator:
         progress: the run's progress.
         optimizer: the optimizer of the parameters that this rank updates.
         ema: the moving average of these parameters; None if there is none.
-        held_out: the windows of held-out text, int64 [N, S].
+        held_out: the windows of held-out text, int64 [N, S]; [N, S, 2] if they are packed.
         release: frees captured steps.
     """
 
@@ -51,11 +52,13 @@ class Evaluator:
         self.strategy, self._passes, self.progress = strategy, passes, progress
         self._optimizer, self._ema, self._release = optimizer, ema, release
         self.held_out = held_out
+        self._labels_2 = count_labels(held_out).clamp(min=1) if is_packed(held_out) else None
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
         """The held-out loss of the main head in nats per token, and that of the averaged weights, if any."""
-        line = {"val_loss": self._held_out_loss(), "val_tokens": self.held_out.numel()}
+        tokens = self.held_out.numel() if self._labels_2 is None else int(self._labels_2[0])
+        line = {"val_loss": self._held_out_loss(), "val_tokens": tokens}
         if self._ema:
             with self.averaged():
                 line["ema_val_loss"] = self._held_out_loss()
@@ -92,10 +95,11 @@ class Evaluator:
         starts = range(0, math.ceil(len(self.held_out) / strategy.size), at_once)
         batches = [own_NS[start : start + at_once] for start in starts]
         total = torch.zeros((), device=strategy.device)
+        labels_2 = None if self._labels_2 is None else self._labels_2.to(strategy.device) / len(self.held_out)
         with frozen_weights(strategy.model):
             # ranks must make the same calls, also without sequences
             filled = [tokens_BS if len(tokens_BS) else self.held_out[:1] for tokens_BS in batches]
-            for loss, tokens_BS in zip(strategy.main_losses(self._passes, filled), batches, strict=True):
+            for loss, tokens_BS in zip(strategy.main_losses(self._passes, filled, labels_2), batches, strict=True):
                 total += loss * len(tokens_BS)
         if not strategy.counts_losses:
             total.zero_()
@@ -106,8 +110,9 @@ class Evaluator:
         """The main head's loss of each token but the first of its window: float32 [N, S − 1] on the CPU, in nats.
 
         Args:
-            windows: int64 [N, S]; the held-out windows if not given. The mean is then the val_loss of `validate`, up to
-                the order of summation.
+            windows: int64 [N, S], or [N, S, 2]; the held-out windows if not given. Tokens of packed sequences that are
+                not to be predicted have the loss 0. Where all are, the mean is the val_loss of `validate`, up to the
+                order of summation.
         """
         self.strategy.model.eval()
         given_NS = self.held_out if windows is None else windows
@@ -118,8 +123,16 @@ class Evaluator:
         # a new small tensor for each batch would split the memory that the next batch's logits need in one piece
         losses_NS = torch.empty(len(windows), windows.shape[1] - 1)
         with frozen_weights(self.strategy.model), self._passes.precision():
-            self.strategy.token_losses(windows.split(at_once), losses_NS.split(at_once))
+            self.strategy.token_losses(self._passes, windows.split(at_once), losses_NS.split(at_once))
         return losses_NS
+
+    def sequence_losses(self, windows: Tensor) -> Tensor:
+        """The main head's mean loss of each window, float32 [N] on the CPU; 0 for one without labels."""
+        losses_NS = self.token_losses(windows)
+        if not is_packed(windows):
+            return losses_NS.mean(1)
+        labels_N = torch.stack([count_labels(window[None])[0] for window in windows])
+        return losses_NS.sum(1) / labels_N.clamp(min=1)
 
     def tile_scales(self) -> dict[str, Any]:
         """Histograms of the scales in a forward and backward pass on held-out text, which changes no state."""

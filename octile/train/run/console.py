@@ -17,7 +17,7 @@ from octile.models.counts import count_parameters
 from octile.report.console import Console
 from octile.text import escape_control_characters, format_count, format_duration, format_flops
 from octile.train.data.spans import SPAN
-from octile.train.data.token_store import LEFT_OUT, TokenStore
+from octile.train.data.token_store import LEFT_OUT, TokenStore, describe_truncated
 from octile.train.run.folder import RunFolder
 from octile.train.run.metrics import Metrics
 
@@ -112,11 +112,41 @@ class RunConsole:
                 "the documents are few, so they were cut into spans: at the first line end after "
                 f"{m.span:,} characters, or after {2 * m.span:,}"
             )
+        self._print_left_out(store)
+
+    def _print_left_out(self, store: TokenStore) -> None:
+        m = store.manifest
         for reason, names in store.left_out(NAMED).items():
             more = f" and {m.skipped[reason] - len(names):,} more" if m.skipped[reason] > len(names) else ""
             self.print(f"left out: {m.skipped[reason]:,} {reason.replace('_', ' ')}: {', '.join(names)}{more}")
         if any(count > NAMED for count in m.skipped.values()):
             self.print(f"all that is left out is named in {store.folder / LEFT_OUT}")
+
+    def print_examples(self, store: TokenStore) -> None:
+        """Print the amount of examples, how they are packed, and what was cut and left out."""
+        m, p = store.manifest, store.manifest.packed
+        assert p is not None
+        self.print(
+            f"data: {m.source}, {format_count(m.documents['train'], 'text')} of {m.tokens['train']:,} tokens to train "
+            f"on, {p.labels['train']:,} of them with a loss; {format_count(m.documents['val'], 'text')} of "
+            f"{m.tokens['val']:,} tokens held out, {p.labels['val']:,} of them with a loss"
+        )
+        sequences = len(store.train) // p.sequence_length
+        self.print(
+            f"packed into {format_count(sequences, 'sequence')} of {p.sequence_length:,} tokens, up to {p.max_texts:,} "
+            f"texts in one; {p.padding['train'] / len(store.train):.1%} of the tokens are padding"
+        )
+        if p.truncated:
+            self.print(
+                f"truncated: {describe_truncated(m)} longer than a sequence, the longest {p.longest:,} tokens; to keep "
+                f"more of them, use --sequence-length {p.longest}"
+            )
+        if p.has_plain_template:
+            self.print(
+                "the tokenizer has no chat template, like a base model's: messages are written by a plain one "
+                "(User: … Assistant:), as octile serve does"
+            )
+        self._print_left_out(store)
 
     def print_results(
         self, run: RunFolder, sample: str, report: Path, best: Best | None, steps: int, prompt: str = MORE_PROMPT

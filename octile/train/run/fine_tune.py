@@ -29,6 +29,7 @@ from octile.models.deepseek_v3 import DeepseekV3
 from octile.recipe import Recipe
 from octile.scaled import quantize
 from octile.train.config import OptimConfig, TrainConfig
+from octile.train.data.examples import is_examples
 
 SHAPE = (  # fields of the model that determine its weights and their shapes
     *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers"),
@@ -64,6 +65,29 @@ def check_shape(config: TrainConfig, folder: Path) -> None:
     different = [f"{name} is {ours!r}, there {theirs!r}" for name, (ours, theirs) in pairs.items() if ours != theirs]
     if different:
         raise ValueError(f"the model has another shape than its weights in {folder}: {', '.join(different)}")
+
+
+def check_examples(config: TrainConfig) -> None:
+    """Refuse to train on examples what cannot be.
+
+    Raises:
+        ValueError: there are no weights to begin with, and with them no tokenizer and chat template; or layers do not
+            know the borders of texts that share a sequence, as in sparse attention and in a pipeline.
+    """
+    if not is_examples(config.data):
+        return
+    if config.init_from is None:
+        raise ValueError(
+            f"data {config.data!r} holds examples to fine-tune on: add --init-from FOLDER, which has weights, "
+            "tokenizer and chat template"
+        )
+    if config.parallel.pp > 1:
+        raise ValueError(f"parallel.pp must be 1 for examples (data {config.data!r}), not {config.parallel.pp}")
+    if config.model.has_indexer:
+        raise ValueError(
+            f"data {config.data!r} holds examples, on which a model with an indexer is not trained: its sparse "
+            "attention does not know the borders of texts that share a sequence"
+        )
 
 
 @torch.no_grad()

@@ -12,13 +12,15 @@ from octile.ops.norm import MAX_COLUMNS
 from octile.optim.state import has_scales
 from octile.recipe import Recipe
 from octile.train.config import TrainConfig
+from octile.train.data.examples import is_examples
 
 
 def check_recipe(config: TrainConfig) -> None:
     """Refuse a recipe that the run's ranks, or a model of its shape, cannot be trained with.
 
     Raises:
-        ValueError: there is no such recipe, or an exception of it matches no layer. There are several ranks, and the
+        ValueError: there is no such recipe, or an exception of it matches no layer. It is batch-invariant, and the
+            data are examples. There are several ranks, and the
             optimizer's state has one scale for a whole tensor; or a size of the model is one that the recipe's
             functions do not take.
         FileNotFoundError: the recipe's file does not exist.
@@ -28,6 +30,11 @@ def check_recipe(config: TrainConfig) -> None:
         raise ValueError(
             f"recipe {config.recipe} needs one rank, not {config.parallel.describe()}: its gradients and moments have "
             "one scale for a whole tensor, of which a rank has a part"
+        )
+    if is_examples(config.data) and recipe.batch_invariant:
+        raise ValueError(
+            f"recipe {config.recipe} does not train on examples (data {config.data!r}): its attention, that of "
+            "serving, does not know the borders of texts that share a sequence"
         )
     if recipe.formats is not None:
         _check_sizes(config, recipe)

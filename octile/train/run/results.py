@@ -81,7 +81,7 @@ def _write_summary(trainer: Trainer, best: BestModel, run: RunFolder, store: Tok
         "recipe": trainer.config.recipe,
         "parameters": counts.total,
         "active_parameters": counts.active,
-        "bytes_per_token": m.bytes_per_token,
+        **({"bytes_per_token": m.bytes_per_token} if m.packed is None else {"examples": _describe_examples(store)}),
         "held_out_share": m.held_out_share,
         "held_out_text": f"{m.tokens['val']:,} tokens in {format_count(m.documents['val'], m.unit.removesuffix('s'))}",
         "machine": describe_machine(measured_on),
@@ -93,6 +93,19 @@ def _write_summary(trainer: Trainer, best: BestModel, run: RunFolder, store: Tok
     if trainer.steps_done < trainer.config.steps:
         summary["stopped_after_validations"] = trainer.config.patience
     write_json(run.summary_file, summary)
+
+
+def _describe_examples(store: TokenStore) -> dict[str, int]:
+    """What became of the examples of a run: texts of both parts, and tokens to train on."""
+    m, p = store.manifest, store.manifest.packed
+    assert p is not None
+    return {
+        "texts": sum(m.documents.values()),
+        "truncated": p.truncated,
+        "left_out_without_a_loss": sum(m.skipped.values()),
+        "tokens_with_a_loss": p.labels["train"],
+        "padding": p.padding["train"],
+    }
 
 
 def sample_text(trainer: Trainer, store: TokenStore, run: RunFolder) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from octile.report.run.spikes import Spike, SpikeDetector
+from octile.train.data.packed_tokens import tokens_of
 from octile.train.data.token_store import TokenStore
 from octile.train.run.folder import RunFolder
 from octile.train.run.metrics import Metrics, MetricsWriter, read_lines
@@ -36,9 +37,9 @@ def write_spike(spike: Spike, trainer: Trainer, store: TokenStore, metrics: Metr
         line: the metrics of the step.
     """
     tokens_BS = trainer.batches.batch(spike.step - 1)
-    losses_B = trainer.evaluator.token_losses(tokens_BS).mean(1)
+    losses_B = trainer.evaluator.sequence_losses(tokens_BS)
     worst = int(losses_B.argmax())
-    text = " ".join(store.tokenizer.decode(tokens_BS[worst].tolist()).split())[:MAX_SPIKE_TEXT]
+    text = " ".join(store.tokenizer.decode(tokens_of(tokens_BS)[worst].tolist()).split())[:MAX_SPIKE_TEXT]
     record = {
         "loss": spike.loss,
         "usual": spike.usual,

@@ -94,12 +94,14 @@ class PipelinedStrategy(ShardedStrategy):
         dist.all_reduce(total_LE, group=self.pipelined.group)
         return total_LE
 
-    def main_losses(self, passes: Passes, batches: Sequence[Tensor]) -> Iterable[Tensor]:
-        """See `Strategy`."""
+    def main_losses(
+        self, passes: Passes, batches: Sequence[Tensor], labels_2: Tensor | None = None
+    ) -> Iterable[Tensor]:
+        """See `Strategy`. Sequences are not packed."""
         with passes.precision():
             yield from self.pipelined.main_losses([tokens_BS.to(self.device) for tokens_BS in batches])
 
-    def token_losses(self, batches: Sequence[Tensor], losses: Sequence[Tensor]) -> None:
+    def token_losses(self, passes: Passes, batches: Sequence[Tensor], losses: Sequence[Tensor]) -> None:
         """See `Strategy`."""
         found = self.pipelined.token_losses([tokens_BS.to(self.device) for tokens_BS in batches])
         for losses_BS, found_BS in zip(losses, found, strict=True):

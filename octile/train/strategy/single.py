@@ -20,21 +20,19 @@ from fnmatch import fnmatchcase
 from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octile.checkpoint.hugging_face import load_weights
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.meta import meta_model
 from octile.nn.conversion import apply_recipe
-from octile.nn.fused.cross_entropy import cross_entropies
-from octile.ops.cross_entropy import IGNORED
 from octile.optim import AdamW
 from octile.optim.gradient import added_in_place, gradient_norm
 from octile.parallel.expert_sharding import ExpertShare
 from octile.parallel.ranks import Ranks
 from octile.recipe import Recipe
 from octile.train.config import TrainConfig
+from octile.train.data.packed_tokens import count_labels, is_packed
 from octile.train.evaluation.diagnostics import Histogram, first_non_finite
 from octile.train.memory.device import available_memory
 from octile.train.memory.saved_activations import can_save, saving_activations
@@ -192,7 +190,7 @@ class Strategy:
 
         Args:
             passes: the passes of this rank's model.
-            tokens_BS: the sequences of this rank.
+            tokens_BS: the sequences of this rank; [B, S, 2] if they are packed.
             sequences: the sequences of the batch, on all ranks.
             load: the tokens of each expert of each mixture, to which those of the passes are added.
 
@@ -200,12 +198,15 @@ class Strategy:
             float32, this rank's share of the loss and of its parts.
         """
         sums = dict.fromkeys(("loss", *self.loss_parts), torch.zeros((), device=self.device))
+        labels_2 = None
+        if is_packed(tokens_BS):  # a label has the same weight in every micro-batch and on every rank
+            labels_2 = self.ranks.sum_(count_labels(tokens_BS.to(self.device))).clamp(min=1) / sequences
         micro_batches = self.micro_batches(tokens_BS)
         for number, micro_batch_BS in enumerate(micro_batches, 1):
             parts = sequences / len(micro_batch_BS)
             self.ranks.begin(f"passes of micro-batch {number - 1}")
             with self._adding(), self._reducing(is_last=number == len(micro_batches)):
-                sums["loss"] = sums["loss"] + passes.backward(micro_batch_BS, parts)
+                sums["loss"] = sums["loss"] + passes.backward(micro_batch_BS, parts, labels_2)
             for name, value in self.model.last_losses.items():
                 sums[name] = sums[name] + value / parts
             for name, moe in self.moes.items():
@@ -244,23 +245,24 @@ class Strategy:
 
     # Passes without an update
 
-    def main_losses(self, passes: Passes, batches: Sequence[Tensor]) -> Iterable[Tensor]:
-        """The main head's mean loss of each batch, without gradients."""
+    def main_losses(
+        self, passes: Passes, batches: Sequence[Tensor], labels_2: Tensor | None = None
+    ) -> Iterable[Tensor]:
+        """The main head's mean loss of each batch, without gradients; arguments as in `Passes.loss`."""
         for tokens_BS in batches:
-            passes.loss(tokens_BS)
+            passes.loss(tokens_BS, labels_2)
             yield self.model.last_losses["main"]
 
-    def token_losses(self, batches: Sequence[Tensor], losses: Sequence[Tensor]) -> None:
+    def token_losses(self, passes: Passes, batches: Sequence[Tensor], losses: Sequence[Tensor]) -> None:
         """Write the main head's loss of each token but the first of its sequence, without gradients.
 
         Args:
-            batches: int64 [B, S] each.
+            passes: the passes of this rank's model.
+            batches: int64 [B, S] each; [B, S, 2] if they are packed, and tokens without a label then have the loss 0.
             losses: float32 [B, S − 1] each, on the CPU.
         """
         for tokens_BS, losses_BS in zip(batches, losses, strict=True):
-            tokens_BS = tokens_BS.to(self.device)
-            labels_BS = F.pad(tokens_BS[:, 1:], (0, 1), value=IGNORED)
-            losses_BS.copy_(cross_entropies(self.model(tokens_BS), labels_BS)[:, :-1])
+            losses_BS.copy_(passes.token_losses(tokens_BS))
 
     def backward_on(self, passes: Passes, windows: Tensor) -> None:
         """Run a forward and backward pass on one of some windows, int64 [N, S], or on as many as the passes need."""

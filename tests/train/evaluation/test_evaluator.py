@@ -26,7 +26,7 @@ def test_no_tensor_of_a_batch_outlives_it(new_trainer, monkeypatch):
         storages.append(weakref.ref(losses_BS.untyped_storage()))
         return losses_BS
 
-    monkeypatch.setattr("octile.train.strategy.single.cross_entropies", recorded)
+    monkeypatch.setattr("octile.train.step.passes.cross_entropies", recorded)
     new_trainer(batch_size=1).evaluator.token_losses()
     assert len(storages) == 4
 

@@ -222,7 +222,7 @@ ALLOCATOR = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: 
 def test_running_out_of_memory_names_what_to_change_and_how_to_continue(text, tmp_path, monkeypatch, error):
     backward = Passes.backward
 
-    def fail(self, batch_BS, parts):
+    def fail(self, batch_BS, parts, labels_2=None):
         if self.progress.steps_done == 2 and len(batch_BS) > 2:
             raise error
         return backward(self, batch_BS, parts)
@@ -352,7 +352,7 @@ def test_fp8_lm_is_not_advised_to_a_run_that_uses_it(recipe):
 
 
 def test_where_not_even_a_short_sequence_fits_the_model_is_too_large(new_trainer, monkeypatch):
-    def fail(self, batch_BS, parts):
+    def fail(self, batch_BS, parts, labels_2=None):
         raise RuntimeError(ALLOCATOR)
 
     monkeypatch.setattr(Passes, "backward", fail)

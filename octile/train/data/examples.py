@@ -1,0 +1,151 @@
+"""Reads examples to fine-tune on: a JSONL file, of which each line is an object of one of three kinds.
+
+    {"messages": [{"role": …, "content": …}, …]}    a conversation, by the tokenizer's chat template; the loss is that
+                                                    of the assistant's messages. It may have "tools" and
+                                                    "chat_template_kwargs", too
+    {"prompt": TEXT, "completion": TEXT}            the loss is that of the completion and of the end of the text
+    {"text": TEXT}                                  the loss is that of the whole text and its end
+
+Other fields are not read. Text that spells a special token is text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from octile.serve.http.chat import ChatTemplate, Json
+from octile.tokenizer import Tokenizer
+from octile.validation import quoted
+
+SUFFIX = ".jsonl"
+KINDS = '"messages", or "prompt" and "completion", or "text"'
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class Example(NamedTuple):
+    """A text to train on.
+
+    Attributes:
+        line: its line in the file, from 1.
+        n_bytes: the bytes of that line.
+        tokens: its tokens.
+        has_loss: for each token whether it is to be predicted.
+    """
+
+    line: int
+    n_bytes: int
+    tokens: list[int]
+    has_loss: list[bool]
+
+
+def is_examples(source: str | Path) -> bool:
+    """Whether a source of data names a file of examples."""
+    return str(source).endswith(SUFFIX) and "://" not in str(source) and not str(source).startswith("hf:")
+
+
+def read_examples(path: Path, tokenizer: Tokenizer, template: ChatTemplate) -> Iterator[Example]:
+    """Read the examples of a file, in its order. Empty lines are skipped.
+
+    Args:
+        path: the file.
+        tokenizer: the tokenizer.
+        template: its chat template.
+
+    Raises:
+        ValueError: a line is no example, or the template does not render it; names file and line.
+    """
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                tokens, has_loss = _read(_parse(line), tokenizer, template)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+            yield Example(number, len(line), tokens, has_loss)
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"must be a JSON object with {KINDS}, not {quoted(row)}")
+    return row
+
+
+def _read(row: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate) -> tuple[list[int], list[bool]]:
+    kinds = [kind for kind in (("messages",), ("prompt", "completion"), ("text",)) if any(name in row for name in kind)]
+    if len(kinds) != 1:
+        raise ValueError(f"must have {KINDS}; it has {', '.join(map(repr, row)) or 'no field'}")
+    if kinds[0] == ("messages",):
+        return _conversation(row, tokenizer, template)
+    texts = []
+    for name in kinds[0]:
+        if not isinstance(row.get(name), str):
+            raise ValueError(f"{name} must be a text, not {quoted(row.get(name))}")
+        texts.append(row[name])
+    prompt, answer = ([], tokenizer.encode(texts[0])) if len(texts) == 1 else map(tokenizer.encode, texts)
+    before, after = [tokenizer.begin, *prompt], [*answer, tokenizer.end]
+    return before + after, [False] * len(before) + [True] * len(after)
+
+
+def _conversation(row: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate) -> tuple[list[int], list[bool]]:
+    messages, tools, variables = row["messages"], row.get("tools") or [], row.get("chat_template_kwargs") or {}
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"messages must be a list of at least one message, not {quoted(messages)}")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"tools must be a list of objects, not {quoted(tools)}")
+    if not isinstance(variables, dict):
+        raise ValueError(f"chat_template_kwargs must be an object, not {quoted(variables)}")
+    read = [_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+    tokens, has_loss = template.conversation(read, tools, variables)
+    if template.is_plain and read[-1]["role"] == "assistant":  # a plain template does not end a text
+        tokens, has_loss = [*tokens, tokenizer.end], [*has_loss, True]
+    return tokens, has_loss
+
+
+def _message(name: str, message: object) -> dict[str, Any]:
+    """Return a message as chat templates read it."""
+    if not isinstance(message, dict):
+        raise ValueError(f'{name} must be {{"role": …, "content": …}}, not {quoted(message)}')
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise ValueError(f"{name}.role must be one of {', '.join(ROLES)}, not {quoted(role)}")
+    if message.get("weight", 1) != 1:
+        raise ValueError(f"{name}.weight must be 1, not {quoted(message['weight'])}: every answer has a loss")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+    calls = message.get("tool_calls") or []
+    if not isinstance(content, str) and not (content is None and role == "assistant" and calls):
+        raise ValueError(f"{name}.content must be a text, not {quoted(content)}")
+    read = {key: value for key, value in message.items() if value is not None and key not in ("weight", "tool_calls")}
+    read |= {"role": "system" if role == "developer" else role, "content": content}
+    if calls:
+        read["tool_calls"] = _calls(f"{name}.tool_calls", calls)
+    return read
+
+
+def _calls(name: str, calls: object) -> list[dict[str, Any]]:
+    """Return a message's calls as chat templates read them: arguments that are a JSON text are not quoted again."""
+    if not isinstance(calls, list):
+        raise ValueError(f"{name} must be a list, not {quoted(calls)}")
+    read = []
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise ValueError(f'{name}[{i}] must be {{"function": {{"name": …, "arguments": …}}}}, not {quoted(call)}')
+        arguments = function.get("arguments", {})
+        read.append(
+            {
+                **call,
+                "function": {**function, "arguments": Json(arguments) if isinstance(arguments, str) else arguments},
+            }
+        )
+    return read

@@ -1,0 +1,179 @@
+"""Builds a token store of packed sequences from a file of examples.
+
+Each example is rendered and encoded, cut at the end if it is longer than a sequence, and left out if no token of it has
+a loss then. Examples with the same prompt are held out together: by the digest of the tokens before the first answer,
+by the rule by which documents are (`CorpusIndex.hold_out`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from octile.checkpoint.files import checksum
+from octile.serve.http.chat import ChatTemplate
+from octile.tokenizer import Tokenizer
+from octile.train.data.corpus_index import BYTES_PER_TOKEN, CorpusIndex
+from octile.train.data.examples import Example, read_examples
+from octile.train.data.packed_tokens import FIRST, LOSS, best_fit
+from octile.train.data.prepare import BUILDING, Progress, publish
+from octile.train.data.token_store import LEFT_OUT, PARTS, Manifest, Packed, TokenStore, TokenWriter
+from octile.validation import read_text
+
+CHAT_TEMPLATE = "chat_template.jinja"  # precedes the template in a tokenizer's configuration
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A text that is trained on or held out: tokens, marks and its line's bytes."""
+
+    prompt: bytes
+    tokens: npt.NDArray[np.uint32]
+    marks: npt.NDArray[np.uint8]
+    n_bytes: int
+
+
+def prepare_examples(
+    source: str | Path,
+    folder: str | Path,
+    sequence_length: int,
+    tokenizer: str | Path,
+    *,
+    held_out_sequences: int = 64,
+    progress: Progress = lambda stage, share: None,
+) -> TokenStore:
+    """Build the token store of a file of examples in a folder.
+
+    Args:
+        source: the file.
+        folder: the folder of the store; other files in it are not changed. What a killed process left half-built is
+            removed.
+        sequence_length: S.
+        tokenizer: the folder of the tokenizer and its chat template.
+        held_out_sequences: the minimum of held-out sequences, if a tenth of the tokens suffices for them.
+        progress: called with the name of a stage and its progress from 0 to 1.
+
+    Raises:
+        FileNotFoundError: the tokenizer does not exist.
+        ValueError: a line is no example, or there are too few.
+    """
+    source, folder = Path(source), Path(folder)
+    for unfinished in folder.glob(BUILDING + "*"):  # of a process that was killed
+        shutil.rmtree(unfinished)
+    progress("reading", 0.0)
+    loaded = Tokenizer.load(tokenizer)
+    template = ChatTemplate.load(Path(tokenizer), loaded)
+    texts, left_out, lengths = list[_Text](), list[int](), list[int]()
+    done, total = 0, max(source.stat().st_size, 1)
+    for example in read_examples(source, loaded, template):
+        done += example.n_bytes
+        progress("encoding", done / total)
+        text = _text(example, sequence_length)
+        if text is None:
+            left_out.append(example.line)
+        else:
+            texts.append(text)
+            lengths.append(len(example.tokens))
+    if len({text.prompt for text in texts}) < 2:
+        without = f"; {len(left_out):,} more have no token with a loss" if left_out else ""
+        raise ValueError(
+            f"data {str(source)!r} has too few examples: at least two with different prompts are needed, one to train "
+            f"on and one to hold out, and {len(texts)} can be used{without}"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=BUILDING, dir=folder) as building:
+        built = Path(building)
+        _with_template(loaded, Path(tokenizer)).save(built)
+        (built / LEFT_OUT).write_text("".join(f"no_token_with_a_loss: line {line}\n" for line in left_out))
+        parts = dict(zip(PARTS, _split(texts, sequence_length, held_out_sequences), strict=True))
+        packed = Packed(
+            sequence_length=sequence_length,
+            max_texts=0,
+            labels={part: sum(int((text.marks & LOSS != 0).sum()) for text in parts[part]) for part in PARTS},
+            padding={},
+            truncated=sum(length > sequence_length for length in lengths),
+            longest=max(lengths),
+            has_plain_template=template.is_plain,
+        )
+        for part in PARTS:
+            max_texts, padding = _write(built, part, parts[part], sequence_length, loaded)
+            packed = replace(
+                packed, max_texts=max(packed.max_texts, max_texts), padding={**packed.padding, part: padding}
+            )
+        manifest = Manifest(
+            source=str(source),
+            settings={"sequence_length": sequence_length, "held_out_sequences": held_out_sequences},
+            fingerprint=checksum(source)["sha256"],
+            vocab_size=loaded.vocab_size,
+            documents={part: len(parts[part]) for part in PARTS},
+            bytes={part: sum(text.n_bytes for text in parts[part]) for part in PARTS},
+            tokens={part: sum(len(text.tokens) for text in parts[part]) for part in PARTS},
+            skipped={"no_token_with_a_loss": len(left_out)} if left_out else {},
+            sha256={},
+            packed=packed,
+        )
+        manifest = replace(manifest, sha256={name: checksum(built / name)["sha256"] for name in manifest.files})
+        manifest.write(built)
+        publish(built, folder, manifest)
+    return TokenStore.open(folder)
+
+
+def _text(example: Example, sequence_length: int) -> _Text | None:
+    """Cut an example to a sequence; None if no token of it has a loss then. The first token is never predicted."""
+    tokens = np.array(example.tokens[:sequence_length], np.uint32)
+    has_loss = np.array(example.has_loss[:sequence_length], bool)
+    has_loss[:1] = False
+    if not has_loss.any():
+        return None
+    marks = np.where(has_loss, LOSS, 0).astype(np.uint8)
+    marks[0] |= FIRST
+    answer = example.has_loss.index(True)
+    prompt = example.tokens[:answer] if answer > 1 else example.tokens  # a text without a prompt
+    return _Text(hashlib.sha256(np.array(prompt, np.uint32).tobytes()).digest()[:16], tokens, marks, example.n_bytes)
+
+
+def _split(texts: Sequence[_Text], sequence_length: int, held_out_sequences: int) -> tuple[list[_Text], list[_Text]]:
+    """The texts to train on, and those that are held out: at least one of each."""
+    sizes: dict[bytes, int] = {}
+    for text in texts:
+        sizes[text.prompt] = sizes.get(text.prompt, 0) + BYTES_PER_TOKEN * len(text.tokens)  # the index counts bytes
+    held_out = CorpusIndex(sizes, ()).hold_out(sequence_length - 1, held_out_sequences) or {min(sizes)}
+    train = [text for text in texts if text.prompt not in held_out]
+    return train, [text for text in texts if text.prompt in held_out]
+
+
+def _write(
+    folder: Path, part: str, texts: Sequence[_Text], sequence_length: int, tokenizer: Tokenizer
+) -> tuple[int, int]:
+    """Pack texts and write tokens and marks; return the most texts of a sequence, padding included, and all padding."""
+    max_texts = padding = 0
+    with (
+        TokenWriter(folder / f"{part}.npy", tokenizer.vocab_size) as tokens,
+        TokenWriter(folder / f"{part}_marks.npy", np.dtype(np.uint8)) as marks,
+    ):
+        for sequence in best_fit([len(text.tokens) for text in texts], sequence_length):
+            for number in sequence:
+                tokens.append(texts[number].tokens)
+                marks.append(texts[number].marks)
+            left = sequence_length - sum(len(texts[number].tokens) for number in sequence)
+            if left:
+                tokens.append([tokenizer.end] * left)
+                marks.append([FIRST] + [0] * (left - 1))
+            max_texts = max(max_texts, len(sequence) + bool(left))
+            padding += left
+    return max_texts, padding
+
+
+def _with_template(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
+    """The tokenizer with the folder's chat template in its configuration, so that the model is saved with it."""
+    file = folder / CHAT_TEMPLATE
+    if not file.is_file():
+        return tokenizer
+    return Tokenizer(tokenizer.backend, {**tokenizer.config, "chat_template": read_text(file)})

@@ -1,0 +1,128 @@
+"""Tests of stores of examples: what is trained on, cut, left out and held out, and which lines are refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from octile.tokenizer import Tokenizer
+from octile.train.data.packed_tokens import LOSS
+from octile.train.data.prepare_examples import prepare_examples
+from octile.train.data.token_store import TokenStore
+
+TEMPLATE = """\
+{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"""
+TALK = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"}]}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    Tokenizer.train(["hello good day " * 9], 300).save(folder)
+    return folder
+
+
+@pytest.fixture
+def prepared(tokenizer, tmp_path):
+    """Return prepared(rows): the store of a file with these lines, or objects, with sequences of 32 tokens."""
+
+    def make(*rows: object) -> TokenStore:
+        file = tmp_path / "x.jsonl"
+        file.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+        return prepare_examples(file, tmp_path / "data", 32, tokenizer, held_out_sequences=1)
+
+    return make
+
+
+def texts(store: TokenStore) -> list[tuple[str, str]]:
+    """The texts of the sequences of both parts, and what of them has a loss."""
+    found = []
+    for part in (store.train, store.val):
+        decode = lambda tokens: store.tokenizer.decode(tokens.tolist())  # noqa: E731
+        found += [(decode(part.tokens), decode(part.tokens[part.marks & LOSS != 0]))]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("row", "with_loss"),
+    [
+        ({"prompt": "hello", "completion": " day"}, " day<|end|>"),
+        ({"text": "hello"}, "hello<|end|>"),
+        (TALK, " good day\n\n<|end|>"),
+    ],
+    ids=["completion", "text", "messages"],
+)
+def test_the_loss_is_that_of_the_answer(prepared, row, with_loss):
+    other = {"prompt": "other", "completion": "one"}
+    assert with_loss in [loss for _, loss in texts(prepared(row, other))]
+
+
+def test_a_text_longer_than_a_sequence_is_cut_and_counted(prepared):
+    store = prepared({"text": "xyz" * 40}, {"text": "hello"})
+    packed = store.manifest.packed
+    assert (packed.truncated, packed.longest) == (1, 122)
+    assert sorted(store.manifest.tokens.values()) == [len(store.tokenizer.encode("hello")) + 2, 32]
+
+
+def test_a_text_without_a_loss_is_left_out_and_named(prepared):
+    store = prepared({"prompt": "xyz" * 40, "completion": "cut off"}, "", {"text": "hello"}, {"text": "day"})
+    assert store.manifest.skipped == {"no_token_with_a_loss": 1}
+    assert store.left_out(3) == {"no_token_with_a_loss": ["line 1"]}
+
+
+def test_answers_to_one_prompt_are_held_out_together(prepared):
+    store = prepared(*({"prompt": f"q{i % 4}", "completion": f"{i}"} for i in range(40)))
+    held, trained = (
+        {text[:2] for text in store.tokenizer.decode(part.tokens.tolist()).split("<|begin|>")[1:]}
+        for part in (store.val, store.train)
+    )
+    assert held.isdisjoint(trained)
+
+
+def test_the_same_file_gives_the_same_tokens(prepared):
+    rows = [{"text": f"hello {i}"} for i in range(20)]
+    before = prepared(*rows)
+    tokens, digest = np.array(before.train.tokens), before.digest
+    again = prepared(*rows)
+    assert np.array_equal(tokens, again.train.tokens)
+    assert digest == again.digest
+
+
+def test_the_chat_template_of_the_folder_goes_with_the_tokenizer(prepared, tokenizer):
+    file = tokenizer / "chat_template.jinja"
+    file.write_text(TEMPLATE)
+    try:
+        store = prepared(TALK, {"text": "hello"})
+    finally:
+        file.unlink()
+    assert store.tokenizer.config["chat_template"] == TEMPLATE
+    assert "good day" in [loss for _, loss in texts(store)]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{", "not JSON: Expecting property name"),
+        ("[1]", r"must be a JSON object with \"messages\", .*, not \[1\]"),
+        ({"question": "a"}, "must have \"messages\", .*; it has 'question'"),
+        ({"text": "a", "prompt": "b"}, "it has 'text', 'prompt'"),
+        ({"text": 3}, "text must be a text, not 3"),
+        ({"prompt": "a"}, "completion must be a text, not None"),
+        ({"messages": []}, "messages must be a list of at least one message"),
+        ({"messages": [{"role": "bot", "content": "a"}]}, r"messages\[0\].role must be one of system, .*, not 'bot'"),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\].content must be a text, not None"),
+        ({"messages": [{"role": "assistant", "content": "a", "weight": 0}]}, r"messages\[0\].weight must be 1, not 0"),
+        ({**TALK, "tools": 3}, "tools must be a list of objects, not 3"),
+        ({**TALK, "tools": [{}]}, "tools must be empty: the chat template does not read them"),
+    ],
+    ids=str,
+)
+def test_what_is_no_example_is_refused_with_its_line(prepared, row, message):
+    with pytest.raises(ValueError, match=rf"x.jsonl, line 2: .*{message}"):
+        prepared({"text": "hello"}, row)
+
+
+def test_too_few_examples_are_refused(prepared):
+    with pytest.raises(ValueError, match=r"too few examples: at least two .*, and 1 can be used; 1 more have no token"):
+        prepared({"text": "hello"}, {"prompt": "x" * 99, "completion": "a"})

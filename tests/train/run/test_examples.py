@@ -1,0 +1,91 @@
+"""Tests of runs on examples: each label has the same weight, a resumed run has the same bits, and what is refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from octile.checkpoint.hugging_face import save
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.recipe import Recipe
+from octile.train.config import ParallelConfig
+from octile.train.data.prepare_examples import prepare_examples
+from octile.train.loop import train
+from octile.train.run.fine_tune import check_examples
+from octile.train.run.recipe_check import check_recipe
+from octile.train.trainer import Trainer
+from tests.train.conftest import MICRO, micro, silent_console
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(store, tmp_path):
+    """A model folder, and examples.jsonl in it."""
+    model = DeepseekV3(replace(MICRO, bos_token_id=store.tokenizer.begin, eos_token_id=store.tokenizer.end))
+    names = ("tokenizer.json", "tokenizer_config.json")
+    save(model, tmp_path / "folder", "fp8", [store.folder / name for name in names])
+    rows = [{"prompt": "x" * (i % 9), "completion": "def f" * (1 + i % 5)} for i in range(60)]
+    (tmp_path / "folder" / "examples.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path / "folder"
+
+
+def on_examples(folder, **changes):
+    return micro(data=str(folder / "examples.jsonl"), init_from=folder, **changes)
+
+
+def first_step(folder, tmp_path, **changes) -> tuple[list[float], torch.Tensor]:
+    """The loss of a step, its parts and what else is collected; and a gradient."""
+    examples = prepare_examples(folder / "examples.jsonl", tmp_path / "data", 32, folder, held_out_sequences=4)
+    trainer = Trainer(on_examples(folder, recipe="float32", **changes), examples, CPU)
+    computation = trainer._computation
+    computation.sequences = 4
+    values = computation.compute(trainer.batches.batch(0)).values
+    return values.tolist(), trainer.model.lm_head.weight.grad.clone()
+
+
+def test_micro_batches_change_neither_losses_nor_gradients(folder, tmp_path):
+    whole, gradient = first_step(folder, tmp_path)
+    parts, of_parts = first_step(folder, tmp_path, micro_batches=4)
+    assert parts == pytest.approx(whole, rel=1e-5)
+    torch.testing.assert_close(of_parts, gradient, rtol=1e-4, atol=1e-7)
+    assert whole[2] > 0  # multi-token prediction is trained, too
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(folder, tmp_path):
+    lines = []
+    for name, steps in (("whole", (6,)), ("parts", (4, 6))):
+        config = on_examples(folder, out=tmp_path / name)
+        for i, end in enumerate(steps):
+            console = silent_console()
+            train(replace(config, steps=end, optim=replace(config.optim, decay=0.0)), bool(i), console)
+        metrics = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        lines.append([line["loss"] for line in map(json.loads, metrics) if "loss" in line])
+    assert len(lines[0]) == 6
+    assert lines[0] == lines[1]
+    summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    assert summary["examples"]["texts"] == 60
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"init_from": None}, "add --init-from FOLDER"),
+        ({"parallel": ParallelConfig(pp=2)}, "parallel.pp must be 1 for examples"),
+        (
+            {"model": replace(MICRO, index_n_heads=2, index_head_dim=32, index_topk=4), "indexer_stage": "sparse"},
+            "sparse attention does not know the borders",
+        ),
+    ],
+    ids=["weights", "pipeline", "sparse"],
+)
+def test_what_does_not_train_on_examples_is_refused(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        check_examples(micro(**{"data": "x.jsonl", "init_from": tmp_path, **changes}))
+
+
+def test_attention_of_serving_is_refused(tmp_path):
+    assert Recipe.exact().batch_invariant
+    with pytest.raises(ValueError, match=r"recipe exact does not train on examples \(data 'x.jsonl'\)"):
+        check_recipe(micro(data="x.jsonl", init_from=tmp_path, recipe="exact"))
