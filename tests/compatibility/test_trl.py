@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from octile.nn.conversion import apply_recipe
 from octile.nn.linear import Linear
@@ -26,6 +27,15 @@ SETTINGS = {
 }
 PROMPTS = Dataset.from_list([{"prompt": f"w{i} w{i + 1} w{i + 2}"} for i in range(8)])
 PAIRS = Dataset.from_list([{"prompt": f"w{i}", "chosen": " w1 w2", "rejected": " w3 w4"} for i in range(8)])
+
+TALKS = Dataset.from_list(
+    [{"messages": [{"role": "user", "content": f"w{i}"}, {"role": "assistant", "content": "w9"}]} for i in range(8)]
+)
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }} <end>{% endgeneration %}"
+    "{% else %}{{ m.content }} {% endif %}{% endfor %}"
+)
+ANSWER = {1, 11}  # the tokens <end> and w9
 
 
 @pytest.fixture
@@ -76,3 +86,26 @@ def test_dpo_begins_without_a_margin_if_the_reference_is_converted(
     first, second = (line["rewards/margins"] for line in trainer.state.log_history[:2])
     assert (first == 0) == converts_reference
     assert second > 0.1
+
+
+ADAPTERS = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+
+
+@pytest.mark.parametrize("adapters", [None, ADAPTERS], ids=["full", "LoRA"])
+def test_sft_trains_a_converted_model_on_answers(load, tokenizer, tmp_path: Path, adapters: LoraConfig | None):
+    config = SFTConfig(
+        output_dir=str(tmp_path), per_device_train_batch_size=4, learning_rate=1e-2, max_length=32,
+        assistant_only_loss=True, **SETTINGS,
+    )  # fmt: skip
+    tokenizer.chat_template = TEMPLATE
+    model = apply_recipe(load())
+    trainer = SFTTrainer(model, args=config, train_dataset=TALKS, processing_class=tokenizer, peft_config=adapters)
+    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    trainer.train()
+    changed = {name for name, parameter in trainer.model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert sum(type(module) is Linear for module in trainer.model.modules()) == 14
+    assert changed
+    assert adapters is None or all("lora_" in name for name in changed)
+    with torch.no_grad():  # the questions have no labels
+        batch = next(iter(trainer.get_train_dataloader()))
+    assert {token for token in batch["labels"].flatten().tolist() if token >= 0} == ANSWER
