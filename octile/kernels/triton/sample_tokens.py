@@ -308,9 +308,9 @@ def _has_border(heat, k, share, highest, vocabulary):
 def _row_maximum(maxima, row, parts, PARTS: tl.constexpr):
     """The largest logit of a row, NaN if there is one."""
     p = tl.arange(0, PARTS)
-    of_part = tl.load(maxima + row * parts + p, mask=p < parts, other=float("-inf"))
-    has_nan = tl.max((of_part != of_part).to(tl.int32), axis=0) > 0
-    return tl.where(has_nan, float("nan"), tl.max(of_part, axis=0))
+    largest = tl.load(maxima + row * parts + p, mask=p < parts, other=float("-inf"))
+    has_nan = tl.max((largest != largest).to(tl.int32), axis=0) > 0
+    return tl.where(has_nan, float("nan"), tl.max(largest, axis=0))
 
 
 @triton.jit
