@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octile.nn.delayed_scaling import AmaxHistory
 from octile.nn.fused.high_precision import HighPrecisionLinear
-from octile.nn.fused.layers import check_local, is_dtensor
+from octile.nn.fused.layers import check_operands, is_dtensor
 from octile.nn.fused.linear import QuantizedLinear
 from octile.nn.fused.shared_quantization import shared_by_layers
 from octile.nn.weight_cache import can_cache
@@ -140,7 +140,7 @@ def check_main_grad(weight: Tensor) -> None:
 
 
 def _check(x: Tensor, weight: Tensor, recipe: Recipe | None, history: AmaxHistory | None, weight_dims: int) -> None:
-    check_local(x, weight)
+    check_operands(x, weight)
     for name, t in (("x", x), ("weight", weight)):
         if t.dtype not in INPUT_DTYPES:
             raise TypeError(f"{name} must be float32, bfloat16 or float16, not {t.dtype}")

@@ -189,3 +189,8 @@ def check_tensors(name: str, tensors: object) -> None:
         raise TypeError(f"{name} must be a list of tensors, not {type(tensors).__name__}")
     for i, t in enumerate(tensors):
         check_tensor(f"{name}[{i}]", t)
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func (vmap, grad, …) is active, whose tensors wrap others."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None

@@ -1,4 +1,4 @@
-"""`torch.export` and `torch.compile` with shapes that change."""
+"""`torch.export` and `torch.compile` with shapes that change, and transforms of `torch.func`."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -115,3 +115,13 @@ def test_a_whole_graph_calls_the_operators_of_its_layers_and_copies_nothing_for_
     assert [*whole] == [Counter({name: 2 * n for name, n in calls.items()}) for calls in layer]
     assert [calls["octile.matmul_nt.default"] for calls in layer] == [4, 8]  # none is recomputed
     assert not any("functionalized" in name for calls in whole for name in calls)
+
+
+@every_model
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad])
+def test_transforms_of_torch_func_are_refused(name: str, transform: Callable):
+    make, inputs = MODELS[name]
+    model, x = make(), inputs(6)
+    parameters = {key: p[None] if transform is torch.func.vmap else p for key, p in model.named_parameters()}
+    with pytest.raises(NotImplementedError, match=r"inside a transform of torch\.func"):
+        transform(lambda p: torch.func.functional_call(model, p, (x,)).sum())(parameters)

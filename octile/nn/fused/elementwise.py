@@ -19,7 +19,7 @@ from torch import Tensor
 
 from octile.nn.double_backward import creates_graph, differentiable_gradients
 from octile.ops import norm as norm_operators
-from octile.ops.operator import PLAIN_TENSORS
+from octile.ops.operator import PLAIN_TENSORS, is_transformed
 from octile.ops.quantize import INPUT_DTYPES
 from octile.ops.swiglu import swiglu as swiglu_operator
 from octile.ops.swiglu import swiglu_backward
@@ -116,7 +116,7 @@ class _RMSNorm(torch.autograd.Function):
 
 def can_use_operators(*tensors: Tensor) -> bool:
     """Whether octile's operators can compute with these tensors; see the head of this file."""
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+    if is_transformed():
         return False
     return all(type(t) in PLAIN_TENSORS and t.dtype in INPUT_DTYPES for t in tensors)
 

@@ -30,6 +30,7 @@ from octile.nn.fused.quantize import (
 from octile.nn.observer import Backward, ObservedGemm, has_gemm_observers, report_backward, report_fprop
 from octile.nn.weight_cache import can_cache
 from octile.ops.groups import AlignedGroups
+from octile.ops.operator import is_transformed
 from octile.recipe import GemmFormats, Recipe
 from octile.scaled import ScaledTensor
 
@@ -61,7 +62,7 @@ class Settings(NamedTuple):
 def settings(recipe: Recipe, dtype: torch.dtype, weights: Sequence[Tensor], *inputs: Tensor) -> Settings:
     """Make the settings outside of the autograd function, inside of which gradients are always disabled."""
     assert recipe.formats is not None
-    check_local(*weights)
+    check_operands(*weights)
     w_format = recipe.formats.w
     needs_dgrad = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
     return Settings(recipe, dtype, tuple(can_cache(w, w_format, needs_dgrad) for w in weights), needs_dgrad)
@@ -72,12 +73,18 @@ def is_dtensor(t: object) -> bool:
     return hasattr(t, "device_mesh")
 
 
-def check_local(*tensors: Tensor) -> None:
-    """Refuse DTensors: experts and fused layers have no sharding rules.
+def check_operands(*tensors: Tensor) -> None:
+    """Refuse DTensors, for which experts and fused layers have no sharding rules, and transforms of torch.func.
 
     Raises:
         TypeError: a tensor is a DTensor.
+        NotImplementedError: a transform of torch.func is active.
     """
+    if is_transformed():
+        raise NotImplementedError(
+            "octile's quantized layers were called inside a transform of torch.func (vmap, grad, ...), and compute on "
+            "plain tensors alone: give them a batch in the leading dimensions of x, and use backward()"
+        )
     for t in tensors:
         if is_dtensor(t):
             raise TypeError(
