@@ -4,7 +4,10 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+import yaml
+
 ROOT = Path(__file__).parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def test_nothing_that_a_command_writes_again_is_tracked():
@@ -14,5 +17,13 @@ def test_nothing_that_a_command_writes_again_is_tracked():
 
 
 def test_the_sdist_holds_the_package_its_readme_and_its_license():
-    build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]["targets"]
+    build = PYPROJECT["tool"]["hatch"]["build"]["targets"]
     assert sorted(build["sdist"]["only-include"]) == ["LICENSE", "README.md", *build["wheel"]["packages"]]
+
+
+def test_the_version_to_cite_is_that_of_the_package():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (citation["version"], citation["license"]) == (
+        PYPROJECT["project"]["version"],
+        PYPROJECT["project"]["license"],
+    )
