@@ -153,9 +153,12 @@ TORCH_ON_CPU = {
     "ragged_attention": "one text after the other, by torch's attention for CPUs where there are more keys than rows",
 }
 ATTENTION_REASON = "cuDNN or FlashAttention, as torch's own attention chooses"
+PACKED_ATTENTION_REASON = "FlashAttention-2 of torch, in BF16 and FP16; otherwise the reference"
 ONLY_TORCH = {  # and why
     "attention": ATTENTION_REASON,
     "attention_backward": ATTENTION_REASON,
+    "packed_attention": PACKED_ATTENTION_REASON,
+    "packed_attention_backward": PACKED_ATTENTION_REASON,
     "read_latents": "torch gathers the rows of the cache",
     "paged_mqa_schedule": "torch sums and searches lengths on the device",
 }

@@ -21,15 +21,18 @@ from octile.nn.fused.block_input import quantize_block_input
 from octile.nn.fused.index_alignment import alignment_loss, top_k_alignment_loss
 from octile.nn.fused.projections import projections
 from octile.nn.fused.sparse_latent_attention import sparse_latent_attention
+from octile.nn.fused.text_attention import text_attention
 from octile.nn.fused.top_k_attention import top_k_attention
 from octile.nn.indexer import _IndexValues
 from octile.nn.linear import BatchInvariantHead
+from octile.nn.packed_texts import TextBorders
 from octile.nn.rope import Rope
 from octile.nn.smooth_swiglu import scale_columns
 from octile.nn.tensor_parallel import _Wait
 from octile.recipe import Recipe
 
 S, D = 6, 128
+ONE_TEXT = TextBorders(torch.tensor([0, S], dtype=torch.int32), S)
 RECIPE = Recipe.deepseek_v3()
 COS_SIN = Rope(16).cos_sin(torch.arange(S))
 
@@ -110,6 +113,7 @@ RAISING: dict[str, Callable[[Tensor], Tensor]] = {  # functions of x [1, S, D]
     "_ServedAttention": lambda x: with_recipe(apply_recipe(mla(), RECIPE), Recipe.exact())(x, COS_SIN),
     "_RotaryAttention": lambda x: apply_recipe(MHA(D, 2, 16), RECIPE)(x, COS_SIN),
     "_Sum": mixture,
+    "_TextAttention": lambda x: text_attention(*3 * (x[:, :, None],), 1.0, ONE_TEXT),
     "_ScaleColumns": lambda x: scale_columns(x, torch.ones(D)),
 }
 RIGHT = {  # tested here, in test_gate.py, and in fused/: test_elementwise.py, test_cross_entropy.py, test_rotary.py

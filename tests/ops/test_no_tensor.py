@@ -34,6 +34,7 @@ from octile.ops.mqa_logits import mqa_logits, paged_mqa_logits, paged_mqa_schedu
 from octile.ops.norm import rms_norm, rms_norm_backward, rms_norm_quantize
 from octile.ops.operator import LIBRARIES
 from octile.ops.packed import packed_matmul_nt
+from octile.ops.packed_attention import packed_attention, packed_attention_backward
 from octile.ops.paged_attention import paged_attention, paged_attention_with_lse
 from octile.ops.permute import count_tokens, permute, routing_plan, unpermute, unpermute_backward
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
@@ -174,6 +175,8 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     quantize_rows_and_columns: (X, "int8", False, TILES),
     quantize_transposed: (X, "int8", False, X),
     quantize_with_scale: (X, torch.ones(1), "e4m3"),
+    packed_attention: (*3 * (X[:, None],), STARTS, 2, 1.0),
+    packed_attention_backward: (*5 * (X[:, None],), torch.ones(1, 2), STARTS, 2, 1.0),
     ragged_attention: (*4 * (X[:, None],), STARTS, STARTS, 2, 2, 1.0),
     read_latents: (CACHE, SLOTS, 100, torch.float32),
     requantize_transposed: (ENCODED, SCALE, False, "int8", ENDS - 1, TILES[:1]),
