@@ -55,6 +55,8 @@ def examine_all(folder: Path) -> Record:
     from tools.architectures.models import ALL, examine, write_folders  # transformers takes seconds to import
 
     if folder.exists():
+        if others := sorted({path.name for path in folder.iterdir()} - set(ALL)):
+            raise FileExistsError(f"{folder} has {others[0]}, which is none of these models; name another folder")
         shutil.rmtree(folder)
     found = {}
     for name in ALL:

@@ -13,6 +13,7 @@ Source: torchtitan 0.2, `torchtitan.models.moe.moe`. Shapes: R rows, D model, E 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -111,7 +112,9 @@ def _local(weight: Any, recipe: Recipe) -> Tensor:
     if not is_dtensor(weight):
         return weight
     local = weight.to_local()
-    for size, part in zip(weight.shape[1:], local.shape[1:], strict=True):
-        if part != size:
-            check_blocks("the experts' hidden_dim", size, size // part, recipe)
+    for dim, size in enumerate(weight.shape[1:], start=1):
+        divided = zip(weight.placements, weight.device_mesh.shape, strict=True)
+        ranks = math.prod(n for placement, n in divided if placement.is_shard(dim))
+        if ranks > 1:
+            check_blocks("the experts' hidden_dim", size, ranks, recipe)
     return local

@@ -196,7 +196,10 @@ def _llama4_gate(experts: Any, gate_up: Tensor) -> Tensor:
 
 
 class _Transposed(torch.autograd.Function):
-    """Copy stacked weights [E, K, N] as [E, N, K]; backward returns the gradient, or adds it to `main_grad`."""
+    """Copy stacked weights [E, K, N] as [E, N, K]; backward returns the gradient, or adds it to `main_grad`.
+
+    The gradient arrives in the copy's dtype, so what is added to `main_grad` of BF16 weights is rounded to BF16.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight_EKN: Tensor) -> Tensor:

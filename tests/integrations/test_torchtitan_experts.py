@@ -80,6 +80,16 @@ def test_experts_without_rows_get_gradients_of_zeros_and_rows_after_the_last_exp
         assert found[name].abs().amax(dim=(1, 2)).bool().tolist() == COUNTS.bool().tolist()
 
 
+def test_a_frozen_weight_changes_no_other_gradient():
+    module = apply_recipe(experts())
+    expected = results(module, rows(100))
+    module.w1.requires_grad_(False)
+    found = results(module, rows(100))
+    assert found.pop("w1") is None
+    del expected["w1"]
+    assert_close(found, expected, 1e-5)
+
+
 def test_gradients_are_contiguous_so_that_autograd_copies_none():
     module = apply_recipe(experts())
     written = {}

@@ -57,11 +57,15 @@ def nt(
 
 
 def nt_sum(pairs: list[tuple[ScaledTensor, ScaledTensor]], offs: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return Σ a · bᵀ in dtype: the input gradient of layers that read one input. Experts have one pair."""
+    """Return Σ a · bᵀ in dtype: the input gradient of layers that read one input."""
     (a, b), *more = pairs
-    total = nt(a, b, offs, dtype if dtype == torch.bfloat16 else torch.float32)
+    adds_in_gemm = offs is None or not more
+    total = nt(a, b, offs, dtype if dtype == torch.bfloat16 and adds_in_gemm else torch.float32)
     for a, b in more:
-        matmul_nt_out(total, a.data, a.scale, a.block, b.data, b.scale, b.block, True)
+        if adds_in_gemm:
+            matmul_nt_out(total, a.data, a.scale, a.block, b.data, b.scale, b.block, True)
+        else:
+            total += nt(a, b, offs, torch.float32)
     return total.to(dtype)
 
 
