@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from octile.checkpoint.convert.engines import LOADER_WARNINGS, UNREAD_SCALES
 from octile.command_text import quoted_path
 from octile.models.hf_config import MODEL_TYPES
 from octile.validation import quoted
@@ -34,10 +35,12 @@ def check_model_type(folder: Path, config: Mapping[str, Any]) -> None:
     architectures = config.get("architectures")
     name = f" ({architectures[0]})" if isinstance(architectures, list) and architectures else ""
     serve = "serve it" if kind in SERVED_ELSEWHERE else "may serve it"
-    command = f": vllm serve {quoted_path(folder)}" if _is_in_fp8_blocks(config) else ""
+    is_fp8 = _is_in_fp8_blocks(config)
+    engines = "vLLM and transformers" if is_fp8 and LOADER_WARNINGS.get(kind) == UNREAD_SCALES else ENGINES
+    command = f": vllm serve {quoted_path(folder)}" if is_fp8 else ""
     raise ValueError(
         f"{folder} has a model of type {quoted(kind)}{name}, but octile loads only the types {', '.join(MODEL_TYPES)}; "
-        f"{ENGINES} {serve}{command}"
+        f"{engines} {serve}{command}"
     )
 
 

@@ -85,3 +85,8 @@ def test_a_model_that_nobody_may_serve_is_refused(kind):
 
 def test_transformers_has_the_models_that_are_served_elsewhere():
     assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) >= SERVED_ELSEWHERE
+
+
+def test_an_engine_that_does_not_read_the_scales_is_not_named():
+    fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    assert refusal({"model_type": "llama", **fp8}).endswith("; vLLM and transformers serve it: vllm serve 'a b'")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from octile.checkpoint.convert.engines import LOADERS
+from octile.checkpoint.convert.engines import LOADER_WARNINGS
 from tools.architectures.loading import what_is_left
 from tools.write_architectures import PAGE, RECORD, differences, table, with_table
 
@@ -43,7 +43,7 @@ def test_octile_convert_warns_of_the_models_that_engines_load_otherwise_in_fp8()
         for name, found in RECORDED[engine]["models"].items()
         if "error" not in found["bf16"]
     ]
-    assert {kind for kind, differs in loaded if differs} == LOADERS.keys()
+    assert {kind for kind, differs in loaded if differs} == LOADER_WARNINGS.keys()
 
 
 class Loader(nn.Linear):

@@ -33,8 +33,8 @@ SPLIT_COLUMNS = ("o_proj", "down_proj", "w2")
 REORDERED = ("bloom", "gpt_neox")  # models whose query_key_value is sorted by q, k and v when it is loaded
 GPUS = (2, 4, 8)
 # What the engines' own loaders do with folders of these models, whose shapes they take: `tools.write_architectures`.
-UNREAD_SCALES = "SGLang 0.5.23 does not read the scales of this model's FP8 weights, and computes with others: use vLLM"
-LOADERS = {
+UNREAD_SCALES = "SGLang 0.5.23 does not read the scales of this model's FP8 weights, and computes with others"
+LOADER_WARNINGS = {
     **dict.fromkeys(("gpt_oss", "llama", "llama4_text", "mistral", "mistral3", "phi3", "whisper"), UNREAD_SCALES),
     "jamba": "vLLM 0.26 refuses the FP8 layers of Mamba",
     "phimoe": "vLLM 0.26 makes the gates FP8 for models whose architecture is PhimoeForCausalLM, without scales",
@@ -54,7 +54,7 @@ def engine_warnings(weights: Shapes, fp8: Collection[str], config: Mapping[str, 
         config: the config.json.
     """
     fp8 = set(fp8)
-    loader = LOADERS.get(str(config.get("model_type"))) if fp8 else None
+    loader = LOADER_WARNINGS.get(str(config.get("model_type"))) if fp8 else None
     return (*_why_refused(weights, fp8, config), *([loader] if loader else []))
 
 
