@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from octile.serve.http.chat import ChatTemplate, Json
+from octile.serve.http.chat import ChatTemplate, Json, Rendering
 from octile.tokenizer import Tokenizer
 from octile.validation import quoted
 
@@ -33,12 +33,14 @@ class Example(NamedTuple):
         n_bytes: the bytes of that line.
         tokens: its tokens.
         has_loss: for each token whether it is to be predicted.
+        prompt: the tokens before the first answer to a user; if there is none, all tokens.
     """
 
     line: int
     n_bytes: int
     tokens: list[int]
     has_loss: list[bool]
+    prompt: list[int]
 
 
 def is_examples(source: str | Path) -> bool:
@@ -62,10 +64,10 @@ def read_examples(path: Path, tokenizer: Tokenizer, template: ChatTemplate) -> I
             if not line.strip():
                 continue
             try:
-                tokens, has_loss = _read(_parse(line), tokenizer, template)
+                tokens, has_loss, prompt = _read(_parse(line), tokenizer, template)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
-            yield Example(number, len(line), tokens, has_loss)
+            yield Example(number, len(line), tokens, has_loss, prompt)
 
 
 def _parse(line: bytes) -> dict[str, Any]:
@@ -80,7 +82,10 @@ def _parse(line: bytes) -> dict[str, Any]:
     return row
 
 
-def _read(row: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate) -> tuple[list[int], list[bool]]:
+def _read(
+    row: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate
+) -> tuple[list[int], list[bool], list[int]]:
+    """The tokens, losses and prompt of an example."""
     kinds = [kind for kind in (("messages",), ("prompt", "completion"), ("text",)) if any(name in row for name in kind)]
     if len(kinds) != 1:
         raise ValueError(f"must have {KINDS}; it has {', '.join(map(repr, row)) or 'no field'}")
@@ -93,10 +98,13 @@ def _read(row: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate) 
         texts.append(row[name])
     prompt, answer = ([], tokenizer.encode(texts[0])) if len(texts) == 1 else map(tokenizer.encode, texts)
     before, after = [tokenizer.begin, *prompt], [*answer, tokenizer.end]
-    return before + after, [False] * len(before) + [True] * len(after)
+    tokens = before + after
+    return tokens, [False] * len(before) + [True] * len(after), before if prompt else tokens
 
 
-def _conversation(row: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate) -> tuple[list[int], list[bool]]:
+def _conversation(
+    row: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate
+) -> tuple[list[int], list[bool], list[int]]:
     messages, tools, variables = row["messages"], row.get("tools") or [], row.get("chat_template_kwargs") or {}
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"messages must be a list of at least one message, not {quoted(messages)}")
@@ -108,7 +116,11 @@ def _conversation(row: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTe
     tokens, has_loss = template.conversation(read, tools, variables)
     if template.is_plain and read[-1]["role"] == "assistant":  # a plain template does not end a text
         tokens, has_loss = [*tokens, tokenizer.end], [*has_loss, True]
-    return tokens, has_loss
+    roles = [message["role"] for message in read]
+    answers = [i for i, role in enumerate(roles) if role == "assistant" and "user" in roles[:i]]
+    if not answers:
+        return tokens, has_loss, tokens
+    return tokens, has_loss, template.prompt(read[: answers[0]], Rendering(tools, variables)).tokens
 
 
 def _message(name: str, message: object) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Builds a token store of packed sequences from a file of examples.
 
 Each example is rendered and encoded, cut at the end if it is longer than a sequence, and left out if no token of it has
-a loss then. Examples with the same prompt are held out together: by the digest of the tokens before the first answer,
-by the rule by which documents are (`CorpusIndex.hold_out`).
+a loss then. Examples with the same prompt are held out together: by the digest of the tokens before the first
+answer to a user, by the rule by which documents are (`CorpusIndex.hold_out`).
 """
 
 from __future__ import annotations
@@ -134,9 +134,8 @@ def _text(example: Example, sequence_length: int) -> _Text | None:
         return None
     marks = np.where(has_loss, LOSS, 0).astype(np.uint8)
     marks[0] |= FIRST
-    answer = example.has_loss.index(True)
-    prompt = example.tokens[:answer] if answer > 1 else example.tokens  # a text without a prompt
-    return _Text(hashlib.sha256(np.array(prompt, np.uint32).tobytes()).digest()[:16], tokens, marks, example.n_bytes)
+    prompt = hashlib.sha256(np.array(example.prompt, np.uint32).tobytes()).digest()[:16]
+    return _Text(prompt, tokens, marks, example.n_bytes)
 
 
 def _split(texts: Sequence[_Text], sequence_length: int, held_out_sequences: int) -> tuple[list[_Text], list[_Text]]:

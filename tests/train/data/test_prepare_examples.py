@@ -80,6 +80,14 @@ def test_answers_to_one_prompt_are_held_out_together(prepared):
     assert held.isdisjoint(trained)
 
 
+def test_conversations_that_begin_with_one_greeting_have_different_prompts(prepared):
+    greeting = {"role": "assistant", "content": "hi"}
+    rows = [
+        {"messages": [greeting, {"role": "user", "content": c}, {"role": "assistant", "content": "d"}]} for c in "ab"
+    ]
+    assert prepared(*rows).manifest.documents == {"train": 1, "val": 1}
+
+
 def test_the_same_file_gives_the_same_tokens(prepared):
     rows = [{"text": f"hello {i}"} for i in range(20)]
     before = prepared(*rows)
