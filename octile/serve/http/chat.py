@@ -214,12 +214,12 @@ class ChatTemplate:
                 pieces += [(answer, True), (rest, False)]
         else:
             pieces = _answers_by_prefixes(source, hidden)
-        tokens, is_answer = list[int](), list[bool]()
-        for piece, answers in pieces:
+        tokens, has_loss = list[int](), list[bool]()
+        for piece, is_answer in pieces:
             encoded = self._encode(hiding.split(piece))
             tokens += encoded
-            is_answer += [answers] * len(encoded)
-        return Conversation(tokens, is_answer)
+            has_loss += [is_answer] * len(encoded)
+        return Conversation(tokens, has_loss)
 
     def _names(self) -> dict[str, str]:
         config = self._tokenizer.config
@@ -301,8 +301,14 @@ def _answers_by_prefixes(source: _Source, variables: Mapping[str, Any]) -> list[
     (`add_generation_prompt`).
 
     Raises:
-        ValueError: a beginning is rendered in another way than in the whole conversation.
+        ValueError: the template never begins an answer, or a beginning is rendered in another way than in the whole
+            conversation.
     """
+    if not source.begins_answers:
+        raise ValueError(
+            "the chat template does not read add_generation_prompt, so it is not known where an answer begins: mark "
+            "what the assistant writes with {% generation %} in the template"
+        )
     messages = variables["messages"]
     whole = source.render(variables)
     pieces, done = list[tuple[str, bool]](), 0
@@ -331,6 +337,7 @@ class _Source:
         variables: names of the variables that it reads.
         reads_calls: whether it reads the tool_calls of messages.
         marks_answers: whether it marks what the assistant writes.
+        begins_answers: whether it reads `add_generation_prompt`.
 
     Raises:
         ValueError: the source is not jinja.
@@ -347,6 +354,9 @@ class _Source:
         try:
             parsed = environment.parse(source)
             self.marks_answers = next(parsed.find_all(nodes.ExtensionAttribute), None) is not None
+            self.begins_answers = any(
+                name.name == "add_generation_prompt" and name.ctx == "load" for name in parsed.find_all(nodes.Name)
+            )
             self.variables = frozenset(find_undeclared_variables(parsed))
             self._template: Template = environment.from_string(source)
         except TemplateError as error:
@@ -400,7 +410,7 @@ def _chosen(rendering: Rendering, source: _Source, given: Sequence[str]) -> dict
         raise FieldError("tools", "must be empty: the chat template does not read them")
     for name in (*given, *NO_VARIABLES):
         if name in variables:
-            raise FieldError("chat_template_kwargs", f"must not have {name}: the server gives it to the template")
+            raise FieldError("chat_template_kwargs", f"must not have {name}: octile gives it to the template")
     if effort is not None and "reasoning_effort" in variables:
         raise FieldError("reasoning_effort", "must not be in chat_template_kwargs, too: give one of them")
     if effort is not None and "reasoning_effort" in source.variables:

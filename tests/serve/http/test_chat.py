@@ -192,7 +192,7 @@ def test_a_special_token_in_a_variable_is_text(tokenizer):
 
 @pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "bos_token", "chat_template"])
 def test_a_variable_that_the_server_gives_is_refused(tokenizer, name):
-    with pytest.raises(FieldError, match=f"chat_template_kwargs must not have {name}: the server gives it"):
+    with pytest.raises(FieldError, match=f"chat_template_kwargs must not have {name}: octile gives it"):
         rendered(tokenizer, V31, user("a"), variables={name: []})
 
 
@@ -389,6 +389,13 @@ def test_what_precedes_an_answer_has_the_tokens_of_its_prompt(tokenizer):
 def test_a_template_that_writes_answers_otherwise_in_history_is_refused(tokenizer):
     with pytest.raises(ValueError, match=r"messages\[2\]: the chat template writes this answer, .*{% generation %}"):
         answers(tokenizer, R1)
+
+
+def test_a_template_that_never_begins_an_answer_is_refused(tokenizer):
+    with pytest.raises(ValueError, match=r"does not read add_generation_prompt, .*{% generation %}"):
+        answers(
+            tokenizer, "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{# add_generation_prompt #}"
+        )
 
 
 def test_the_tag_of_answers_changes_no_prompt(tokenizer):
