@@ -6,13 +6,14 @@
     {"prompt": TEXT, "completion": TEXT}            the loss is that of the completion and of the end of the text
     {"text": TEXT}                                  the loss is that of the whole text and its end
 
-Other fields are not read. Text that spells a special token is text.
+Fields that are null count as absent, and other fields are not read. Text that spells a special token is text.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from octile.validation import quoted
 
 SUFFIX = ".jsonl"
 KINDS = '"messages", or "prompt" and "completion", or "text"'
+TEXTS = ("messages", "prompt", "completion", "text")
+FIELDS = (*TEXTS, "tools", "chat_template_kwargs")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -61,16 +64,18 @@ def read_examples(path: Path, tokenizer: Tokenizer, template: ChatTemplate) -> I
     """
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
+            text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if not text.strip():
                 continue
             try:
-                tokens, has_loss, prompt = _read(_parse(line), tokenizer, template)
+                tokens, has_loss, prompt = _read(_parse(text), tokenizer, template)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
             yield Example(number, len(line), tokens, has_loss, prompt)
 
 
 def _parse(line: bytes) -> dict[str, Any]:
+    """The fields of a line that are read and not null."""
     try:
         row = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -79,7 +84,20 @@ def _parse(line: bytes) -> dict[str, Any]:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(row, dict):
         raise ValueError(f"must be a JSON object with {KINDS}, not {quoted(row)}")
-    return row
+    read = {name: value for name, value in row.items() if name in FIELDS and value is not None}
+    if not any(name in read for name in TEXTS):
+        raise ValueError(f"must have {KINDS}; it has {', '.join(map(repr, row)) or 'no field'}")
+    for name, value in read.items():
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            code = ord(error.object[error.start])
+            raise ValueError(
+                f"{name} must be text that UTF-8 can encode, but has a lone surrogate, \\u{code:x}"
+            ) from None
+        except RecursionError:
+            raise ValueError(f"{name} is nested too deeply") from None
+    return read
 
 
 def _read(
@@ -88,7 +106,7 @@ def _read(
     """The tokens, losses and prompt of an example."""
     kinds = [kind for kind in (("messages",), ("prompt", "completion"), ("text",)) if any(name in row for name in kind)]
     if len(kinds) != 1:
-        raise ValueError(f"must have {KINDS}; it has {', '.join(map(repr, row)) or 'no field'}")
+        raise ValueError(f"must have {KINDS}; it has {', '.join(map(repr, row))}")
     if kinds[0] == ("messages",):
         return _conversation(row, tokenizer, template)
     texts = []
@@ -127,21 +145,34 @@ def _message(name: str, message: object) -> dict[str, Any]:
     """Return a message as chat templates read it."""
     if not isinstance(message, dict):
         raise ValueError(f'{name} must be {{"role": …, "content": …}}, not {quoted(message)}')
+    message = {key: value for key, value in message.items() if value is not None}
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise ValueError(f"{name}.role must be one of {', '.join(ROLES)}, not {quoted(role)}")
     if message.get("weight", 1) != 1:
         raise ValueError(f"{name}.weight must be 1, not {quoted(message['weight'])}: every answer has a loss")
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text", "")) for part in content)
+    if isinstance(content, list):
+        content = _joined(f"{name}.content", content)
     calls = message.get("tool_calls") or []
     if not isinstance(content, str) and not (content is None and role == "assistant" and calls):
         raise ValueError(f"{name}.content must be a text, not {quoted(content)}")
-    read = {key: value for key, value in message.items() if value is not None and key not in ("weight", "tool_calls")}
+    read = {key: value for key, value in message.items() if key not in ("weight", "tool_calls")}
     read |= {"role": "system" if role == "developer" else role, "content": content}
     if calls:
         read["tool_calls"] = _calls(f"{name}.tool_calls", calls)
     return read
+
+
+def _joined(name: str, parts: Sequence[object]) -> str:
+    """The text of a content that is a list of parts."""
+    texts = []
+    for i, part in enumerate(parts):
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            raise ValueError(f'{name}[{i}] must be {{"type": "text", "text": TEXT}}, not {quoted(part)}')
+        texts.append(part["text"])
+    if not texts:
+        raise ValueError(f"{name} must be a text, or a list of at least one part, not []")
+    return "".join(texts)
 
 
 def _calls(name: str, calls: object) -> list[dict[str, Any]]:
@@ -151,13 +182,25 @@ def _calls(name: str, calls: object) -> list[dict[str, Any]]:
     read = []
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict):
-            raise ValueError(f'{name}[{i}] must be {{"function": {{"name": …, "arguments": …}}}}, not {quoted(call)}')
-        arguments = function.get("arguments", {})
-        read.append(
-            {
-                **call,
-                "function": {**function, "arguments": Json(arguments) if isinstance(arguments, str) else arguments},
-            }
-        )
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(
+                f'{name}[{i}] must be {{"function": {{"name": TEXT, "arguments": …}}}}, not {quoted(call)}'
+            )
+        arguments = function.get("arguments")
+        if not isinstance(_object(arguments), dict):
+            raise ValueError(
+                f"{name}[{i}].function.arguments must be an object, or the JSON of one as a text, not {quoted(arguments)}"
+            )
+        arguments = Json(arguments) if isinstance(arguments, str) else arguments
+        read.append({**call, "function": {**function, "arguments": arguments}})
     return read
+
+
+def _object(arguments: object) -> object:
+    """Arguments, decoded if they are a JSON text; None if the text is not JSON."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except (json.JSONDecodeError, RecursionError):
+        return None

@@ -16,6 +16,14 @@ TEMPLATE = """\
 TALK = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"}]}
 
 
+def said(content: object) -> dict:
+    return {"messages": [{"role": "assistant", "content": content}]}
+
+
+def called(function: dict) -> dict:
+    return {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"function": function}]}]}
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
@@ -121,6 +129,16 @@ def test_the_chat_template_of_the_folder_goes_with_the_tokenizer(prepared, token
         ({"messages": [{"role": "bot", "content": "a"}]}, r"messages\[0\].role must be one of system, .*, not 'bot'"),
         ({"messages": [{"role": "user"}]}, r"messages\[0\].content must be a text, not None"),
         ({"messages": [{"role": "assistant", "content": "a", "weight": 0}]}, r"messages\[0\].weight must be 1, not 0"),
+        ({"text": "\ud800"}, r"text must be text that UTF-8 can encode, but has a lone surrogate, \\ud800"),
+        (said([]), r"messages\[0\].content must be a text, or a list of at least one part, not \[\]"),
+        (said([{"type": "text"}]), r"messages\[0\].content\[0\] must be {\"type\": \"text\", \"text\": TEXT}"),
+        (said([{"type": "text", "text": {"x": 1}}]), r"messages\[0\].content\[0\] must be"),
+        (called({"arguments": "{}"}), r"messages\[0\].tool_calls\[0\] must be .*\"name\": TEXT"),
+        (
+            called({"name": "f", "arguments": None}),
+            r"tool_calls\[0\].function.arguments must be an object, .* not None",
+        ),
+        (called({"name": "f", "arguments": "{"}), r"tool_calls\[0\].function.arguments must be an object, .* not '{'"),
         ({**TALK, "tools": 3}, "tools must be a list of objects, not 3"),
         ({**TALK, "tools": [{}]}, "tools must be empty: the chat template does not read them"),
     ],
@@ -129,6 +147,12 @@ def test_the_chat_template_of_the_folder_goes_with_the_tokenizer(prepared, token
 def test_what_is_no_example_is_refused_with_its_line(prepared, row, message):
     with pytest.raises(ValueError, match=rf"x.jsonl, line 2: .*{message}"):
         prepared({"text": "hello"}, row)
+
+
+def test_a_byte_order_mark_and_null_fields_count_as_absent(prepared):
+    message = {"role": "assistant", "content": "day", "weight": None, "tool_calls": None}
+    row = {"messages": [message], "text": None, "tools": None}
+    assert "day" in "".join(loss for _, loss in texts(prepared("\ufeff" + json.dumps(row), {"text": "hello"})))
 
 
 def test_too_few_examples_are_refused(prepared):
