@@ -189,7 +189,7 @@ def _calls(name: str, calls: object) -> list[dict[str, Any]]:
         arguments = function.get("arguments")
         if not isinstance(_object(arguments), dict):
             raise ValueError(
-                f"{name}[{i}].function.arguments must be an object, or the JSON of one as a text, not {quoted(arguments)}"
+                f"{name}[{i}].function.arguments must be an object, or the JSON of one, not {quoted(arguments)}"
             )
         arguments = Json(arguments) if isinstance(arguments, str) else arguments
         read.append({**call, "function": {**function, "arguments": arguments}})

@@ -49,7 +49,7 @@ def _prepare_examples(config: TrainConfig, folder: Path, console: RunConsole) ->
             held_out_sequences=config.val_sequences,
             progress=progress,
         )
-    console.print_examples(store)
+    console.print_examples(store, config.model.max_position_embeddings)
     _print_held_out(config, store, console)
     return store
 
@@ -79,9 +79,11 @@ def print_passes(config: TrainConfig, store: TokenStore, console: RunConsole) ->
     passes = batch_ramp(config).before(config.steps) / count_windows(store.train, config.sequence_length - 1)
     if passes > MAX_PASSES:
         text = len(store.train)
+        more = f"more text (--data packages, --data PATH) or fewer tokens (--tokens {MAX_PASSES * text})"
+        advice = "more examples or fewer --steps" if is_examples(config.data) else more
         console.print(
             f"the run reads its {text:,} tokens of text {passes:.1f} times and begins to memorize them after about "
-            f"{MAX_PASSES}: use more text (--data packages, --data PATH) or fewer tokens (--tokens {MAX_PASSES * text})"
+            f"{MAX_PASSES}: use {advice}"
         )
 
 

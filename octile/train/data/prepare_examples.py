@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ import numpy.typing as npt
 from octile.checkpoint.files import checksum
 from octile.serve.http.chat import ChatTemplate
 from octile.tokenizer import Tokenizer
+from octile.train.data.corpus import LeftOut
 from octile.train.data.corpus_index import BYTES_PER_TOKEN, CorpusIndex
 from octile.train.data.examples import Example, read_examples
 from octile.train.data.packed_tokens import FIRST, LOSS, best_fit
@@ -27,6 +29,8 @@ from octile.train.data.prepare import BUILDING, Progress, publish
 from octile.train.data.token_store import LEFT_OUT, PARTS, Manifest, Packed, TokenStore, TokenWriter
 from octile.validation import read_text
 
+NO_LOSS = "without_a_token_that_has_a_loss"
+ANSWER_CUT = "whose_answer_begins_after_the_end_of_a_sequence"
 CHAT_TEMPLATE = "chat_template.jinja"  # precedes the template in a tokenizer's configuration
 
 
@@ -70,19 +74,20 @@ def prepare_examples(
     progress("reading", 0.0)
     loaded = Tokenizer.load(tokenizer)
     template = ChatTemplate.load(Path(tokenizer), loaded)
-    texts, left_out, lengths = list[_Text](), list[int](), list[int]()
+    texts, left_out, lengths = list[_Text](), list[LeftOut](), list[int]()
     done, total = 0, max(source.stat().st_size, 1)
     for example in read_examples(source, loaded, template):
         done += example.n_bytes
         progress("encoding", done / total)
+        lengths.append(len(example.tokens))
         text = _text(example, sequence_length)
         if text is None:
-            left_out.append(example.line)
+            left_out.append(LeftOut(ANSWER_CUT if any(example.has_loss[1:]) else NO_LOSS, f"line {example.line}"))
         else:
             texts.append(text)
-            lengths.append(len(example.tokens))
     if len({text.prompt for text in texts}) < 2:
-        without = f"; {len(left_out):,} more have no token with a loss" if left_out else ""
+        counts = Counter(reason.replace("_", " ") for reason, _ in left_out)
+        without = "".join(f"; left out: {count:,} {reason}" for reason, count in counts.items())
         raise ValueError(
             f"data {str(source)!r} has too few examples: at least two with different prompts are needed, one to train "
             f"on and one to hold out, and {len(texts)} can be used{without}"
@@ -91,7 +96,7 @@ def prepare_examples(
     with tempfile.TemporaryDirectory(prefix=BUILDING, dir=folder) as building:
         built = Path(building)
         _with_template(loaded, Path(tokenizer)).save(built)
-        (built / LEFT_OUT).write_text("".join(f"no_token_with_a_loss: line {line}\n" for line in left_out))
+        (built / LEFT_OUT).write_text("".join(f"{reason}: {line}\n" for reason, line in left_out))
         parts = dict(zip(PARTS, _split(texts, sequence_length, held_out_sequences), strict=True))
         packed = Packed(
             sequence_length=sequence_length,
@@ -115,7 +120,7 @@ def prepare_examples(
             documents={part: len(parts[part]) for part in PARTS},
             bytes={part: sum(text.n_bytes for text in parts[part]) for part in PARTS},
             tokens={part: sum(len(text.tokens) for text in parts[part]) for part in PARTS},
-            skipped={"no_token_with_a_loss": len(left_out)} if left_out else {},
+            skipped=dict(Counter(reason for reason, _ in left_out)),
             sha256={},
             packed=packed,
         )
@@ -143,7 +148,8 @@ def _split(texts: Sequence[_Text], sequence_length: int, held_out_sequences: int
     sizes: dict[bytes, int] = {}
     for text in texts:
         sizes[text.prompt] = sizes.get(text.prompt, 0) + BYTES_PER_TOKEN * len(text.tokens)  # the index counts bytes
-    held_out = CorpusIndex(sizes, ()).hold_out(sequence_length - 1, held_out_sequences) or {min(sizes)}
+    smallest = min(sizes, key=lambda prompt: (sizes[prompt], prompt))
+    held_out = CorpusIndex(sizes, ()).hold_out(sequence_length - 1, held_out_sequences) or {smallest}
     train = [text for text in texts if text.prompt not in held_out]
     return train, [text for text in texts if text.prompt in held_out]
 

@@ -122,8 +122,13 @@ class RunConsole:
         if any(count > NAMED for count in m.skipped.values()):
             self.print(f"all that is left out is named in {store.folder / LEFT_OUT}")
 
-    def print_examples(self, store: TokenStore) -> None:
-        """Print the amount of examples, how they are packed, and what was cut and left out."""
+    def print_examples(self, store: TokenStore, context: int) -> None:
+        """Print the amount of examples, how they are packed, and what was cut and left out.
+
+        Args:
+            store: the examples.
+            context: the most tokens that a sequence of the model may have.
+        """
         m, p = store.manifest, store.manifest.packed
         assert p is not None
         self.print(
@@ -137,9 +142,10 @@ class RunConsole:
             f"texts in one; {p.padding['train'] / len(store.train):.1%} of the tokens are padding"
         )
         if p.truncated:
+            longer = min(p.longest, context)
+            advice = f"; to keep more of them, use --sequence-length {longer}" if longer > p.sequence_length else ""
             self.print(
-                f"truncated: {describe_truncated(m)} longer than a sequence, the longest {p.longest:,} tokens; to keep "
-                f"more of them, use --sequence-length {p.longest}"
+                f"truncated: {describe_truncated(m)} longer than a sequence, the longest {p.longest:,} tokens{advice}"
             )
         if p.has_plain_template:
             self.print(

@@ -8,8 +8,9 @@ import pytest
 
 from octile.tokenizer import Tokenizer
 from octile.train.data.packed_tokens import LOSS
-from octile.train.data.prepare_examples import prepare_examples
+from octile.train.data.prepare_examples import ANSWER_CUT, NO_LOSS, prepare_examples
 from octile.train.data.token_store import TokenStore
+from tests.train.conftest import silent_console
 
 TEMPLATE = """\
 {% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"""
@@ -73,10 +74,31 @@ def test_a_text_longer_than_a_sequence_is_cut_and_counted(prepared):
     assert sorted(store.manifest.tokens.values()) == [len(store.tokenizer.encode("hello")) + 2, 32]
 
 
-def test_a_text_without_a_loss_is_left_out_and_named(prepared):
-    store = prepared({"prompt": "xyz" * 40, "completion": "cut off"}, "", {"text": "hello"}, {"text": "day"})
-    assert store.manifest.skipped == {"no_token_with_a_loss": 1}
-    assert store.left_out(3) == {"no_token_with_a_loss": ["line 1"]}
+def test_a_text_without_a_loss_is_left_out_with_its_reason_and_named(prepared):
+    cut, silent = {"prompt": "xyz" * 40, "completion": "cut"}, {"messages": [{"role": "user", "content": "hello"}]}
+    store = prepared(cut, "", silent, {"text": "hello"}, {"text": "day"})
+    assert store.manifest.skipped == {ANSWER_CUT: 1, NO_LOSS: 1}
+    assert store.left_out(3) == {ANSWER_CUT: ["line 1"], NO_LOSS: ["line 3"]}
+    assert store.manifest.packed.truncated == 1
+
+
+@pytest.mark.parametrize(
+    ("context", "advice"),
+    [
+        (500, "; to keep more of them, use --sequence-length 122\n"),
+        (64, "--sequence-length 64\n"),
+        (32, "122 tokens\n"),
+    ],
+)
+def test_the_advised_sequence_is_no_longer_than_the_context_and_helps(prepared, context, advice):
+    console = silent_console()
+    console.print_examples(prepared({"text": "xyz" * 40}, {"text": "hello"}), context)
+    assert advice in console.console.file.getvalue()
+
+
+def test_the_smallest_of_few_groups_is_held_out(prepared):
+    rows = [{"text": "x" * length} for length in (22, 28, 9, 25)]
+    assert prepared(*rows).manifest.tokens["val"] == 11
 
 
 def test_answers_to_one_prompt_are_held_out_together(prepared):
@@ -156,5 +178,7 @@ def test_a_byte_order_mark_and_null_fields_count_as_absent(prepared):
 
 
 def test_too_few_examples_are_refused(prepared):
-    with pytest.raises(ValueError, match=r"too few examples: at least two .*, and 1 can be used; 1 more have no token"):
+    with pytest.raises(
+        ValueError, match=r"too few examples: at least two .*, and 1 can be used; left out: 1 whose answer"
+    ):
         prepared({"text": "hello"}, {"prompt": "x" * 99, "completion": "a"})
