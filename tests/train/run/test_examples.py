@@ -85,6 +85,12 @@ def test_what_does_not_train_on_examples_is_refused(tmp_path, changes, message):
         check_examples(micro(**{"data": "x.jsonl", "init_from": tmp_path, **changes}))
 
 
+def test_a_folder_named_like_a_file_of_examples_is_refused(tmp_path):
+    (tmp_path / "x.jsonl").mkdir()
+    with pytest.raises(ValueError, match=r"--data '.*x.jsonl' must be a file of examples, but it is a folder"):
+        check_examples(micro(data=str(tmp_path / "x.jsonl"), init_from=tmp_path))
+
+
 def test_attention_of_serving_is_refused(tmp_path):
     assert Recipe.exact().batch_invariant
     with pytest.raises(ValueError, match=r"recipe exact does not train on examples \(data 'x.jsonl'\)"):
