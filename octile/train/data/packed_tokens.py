@@ -87,7 +87,7 @@ def count_labels(batch: Tensor) -> Tensor:
 
 
 def best_fit(lengths: Sequence[int], sequence_length: int) -> list[list[int]]:
-    """Distribute texts over sequences: the longest first, each to the fullest sequence that has room.
+    """Distribute texts over sequences: the longest first, each to the fullest sequence in which it fits.
 
     Args:
         lengths: the tokens of each text, from 1 to sequence_length.
@@ -100,22 +100,22 @@ def best_fit(lengths: Sequence[int], sequence_length: int) -> list[list[int]]:
     2404.10830).
     """
     sequences: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}  # sequences by the tokens that they have room for
-    rooms: list[int] = []  # sorted
+    with_free: dict[int, list[int]] = {}  # sequences by their free tokens
+    sizes: list[int] = []  # the keys, sorted
     for text in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        at = bisect_left(rooms, lengths[text])
-        if at == len(rooms):
-            room, sequence = sequence_length, len(sequences)
+        at = bisect_left(sizes, lengths[text])
+        if at == len(sizes):
+            free, sequence = sequence_length, len(sequences)
             sequences.append([])
         else:
-            room = rooms[at]
-            sequence = with_room[room].pop()
-            if not with_room[room]:
-                del with_room[room], rooms[at]
+            free = sizes[at]
+            sequence = with_free[free].pop()
+            if not with_free[free]:
+                del with_free[free], sizes[at]
         sequences[sequence].append(text)
-        left = room - lengths[text]
+        left = free - lengths[text]
         if left:
-            if left not in with_room:
-                insort(rooms, left)
-            with_room.setdefault(left, []).append(sequence)
+            if left not in with_free:
+                insort(sizes, left)
+            with_free.setdefault(left, []).append(sequence)
     return sequences
