@@ -202,6 +202,8 @@ class ChatTemplate:
         """
         hiding = _Hiding(self._special)
         source, rendering = self._tool_use if tools else self._source, Rendering(tools, variables, None, False)
+        if any(message.get("reasoning_content") for message in messages) and not source.reads_thoughts:
+            raise FieldError("messages", "must have no reasoning_content: the chat template does not read it")
         given = _given(messages, rendering, source)
         chosen = _chosen(rendering, source, (*given, *self._names()))
         hidden: dict[str, Any] = {**_map_texts({**given, **chosen}, hiding.hide), **self._names()}
@@ -214,12 +216,12 @@ class ChatTemplate:
                 pieces += [(answer, True), (rest, False)]
         else:
             pieces = _answers_by_prefixes(source, hidden)
-        tokens, has_loss = list[int](), list[bool]()
+        tokens, are_answers = list[int](), list[bool]()
         for piece, is_answer in pieces:
             encoded = self._encode(hiding.split(piece))
             tokens += encoded
-            has_loss += [is_answer] * len(encoded)
-        return Conversation(tokens, has_loss)
+            are_answers += [is_answer] * len(encoded)
+        return Conversation(tokens, are_answers)
 
     def _names(self) -> dict[str, str]:
         config = self._tokenizer.config
@@ -336,6 +338,7 @@ class _Source:
     Attributes:
         variables: names of the variables that it reads.
         reads_calls: whether it reads the tool_calls of messages.
+        reads_thoughts: whether it reads the reasoning_content of messages.
         marks_answers: whether it marks what the assistant writes.
         begins_answers: whether it reads `add_generation_prompt`.
 
@@ -350,7 +353,7 @@ class _Source:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        self.reads_calls = "tool_calls" in source
+        self.reads_calls, self.reads_thoughts = "tool_calls" in source, "reasoning_content" in source
         try:
             parsed = environment.parse(source)
             self.marks_answers = next(parsed.find_all(nodes.ExtensionAttribute), None) is not None

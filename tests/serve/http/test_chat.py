@@ -398,6 +398,12 @@ def test_a_template_that_never_begins_an_answer_is_refused(tokenizer):
         )
 
 
+def test_thoughts_that_the_template_does_not_read_are_refused(tokenizer):
+    message = {"role": "assistant", "content": "4", "reasoning_content": "2 + 2"}
+    with pytest.raises(FieldError, match="messages must have no reasoning_content: the chat template does not read it"):
+        answers(tokenizer, MARKED, [*user("a"), message])
+
+
 def test_the_tag_of_answers_changes_no_prompt(tokenizer):
     unmarked = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     texts = [ChatTemplate(tokenizer, source).prompt(TALK).text for source in (MARKED, unmarked)]
