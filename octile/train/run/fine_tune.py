@@ -71,14 +71,16 @@ def check_examples(config: TrainConfig) -> None:
     """Refuse to train on examples what cannot be.
 
     Raises:
-        ValueError: the data is a folder; there are no weights to begin with, and with them no tokenizer and chat
-            template; or layers do not know the borders of texts that share a sequence, as in sparse attention and in a
+        ValueError: the data is a folder. There are no weights to begin with, and with them no tokenizer and chat
+            template. Layers do not know the borders of texts that share a sequence, as in sparse attention and in a
             pipeline.
     """
     if not is_examples(config.data):
         return
     if Path(config.data).is_dir():
-        raise ValueError(f"--data {config.data!r} must be a file of examples, but it is a folder")
+        raise ValueError(
+            f"data {config.data!r} must be a file of examples, but is a folder: name a file in it by --data"
+        )
     if config.init_from is None:
         raise ValueError(
             f"data {config.data!r} holds examples to fine-tune on: add --init-from FOLDER, which has weights, "

@@ -87,7 +87,7 @@ def test_what_does_not_train_on_examples_is_refused(tmp_path, changes, message):
 
 def test_a_folder_named_like_a_file_of_examples_is_refused(tmp_path):
     (tmp_path / "x.jsonl").mkdir()
-    with pytest.raises(ValueError, match=r"--data '.*x.jsonl' must be a file of examples, but it is a folder"):
+    with pytest.raises(ValueError, match=r"data '.*x.jsonl' must be a file of examples, but is a folder: .* --data"):
         check_examples(micro(data=str(tmp_path / "x.jsonl"), init_from=tmp_path))
 
 
