@@ -71,6 +71,8 @@ def read_examples(path: Path, tokenizer: Tokenizer, template: ChatTemplate) -> I
                 tokens, has_loss, prompt = _read(_parse(text), tokenizer, template)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
+            except RecursionError:
+                raise ValueError(f"{path}, line {number}: its objects and lists are nested too deeply") from None
             yield Example(number, len(line), tokens, has_loss, prompt)
 
 
@@ -80,7 +82,7 @@ def _parse(line: bytes) -> dict[str, Any]:
         row = json.loads(line.decode())
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} is not UTF-8") from None
-    except (json.JSONDecodeError, RecursionError) as error:
+    except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(row, dict):
         raise ValueError(f"must be a JSON object with {KINDS}, not {quoted(row)}")
@@ -95,8 +97,6 @@ def _parse(line: bytes) -> dict[str, Any]:
             raise ValueError(
                 f"{name} must be text that UTF-8 can encode, but has a lone surrogate, \\u{code:x}"
             ) from None
-        except RecursionError:
-            raise ValueError(f"{name} is nested too deeply") from None
     return read
 
 
@@ -202,5 +202,5 @@ def _object(arguments: object) -> object:
         return arguments
     try:
         return json.loads(arguments)
-    except (json.JSONDecodeError, RecursionError):
+    except json.JSONDecodeError:
         return None

@@ -142,6 +142,7 @@ def test_the_chat_template_of_the_folder_goes_with_the_tokenizer(prepared, token
     ("row", "message"),
     [
         ("{", "not JSON: Expecting property name"),
+        ('{"messages": ' + "[" * 100_000, "its objects and lists are nested too deeply"),
         ("[1]", r"must be a JSON object with \"messages\", .*, not \[1\]"),
         ({"question": "a"}, "must have \"messages\", .*; it has 'question'"),
         ({"text": "a", "prompt": "b"}, "it has 'text', 'prompt'"),
@@ -164,7 +165,7 @@ def test_the_chat_template_of_the_folder_goes_with_the_tokenizer(prepared, token
         ({**TALK, "tools": 3}, "tools must be a list of objects, not 3"),
         ({**TALK, "tools": [{}]}, "tools must be empty: the chat template does not read them"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:80],
 )
 def test_what_is_no_example_is_refused_with_its_line(prepared, row, message):
     with pytest.raises(ValueError, match=rf"x.jsonl, line 2: .*{message}"):
