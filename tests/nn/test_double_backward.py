@@ -12,6 +12,7 @@ from torch.autograd import Function
 import octile.models
 import octile.nn
 import octile.optim
+from octile.integrations.transformers import _Transposed
 from octile.nn import MHA, MLA, MLP, Gate, Linear, MoE, RMSNorm, functional, pre_norm
 from octile.nn.conversion import apply_recipe
 from octile.nn.deferred_wgrad import DeferrableLinears
@@ -127,6 +128,7 @@ RIGHT = {  # tested here, in test_gate.py, and in fused/: test_elementwise.py, t
     "_RotateHalves",
     "_SequenceBalance",
     "_SwiGLU",
+    "_Transposed",
     "_Wait",
     "_WeightedCombine",
 }
@@ -138,6 +140,7 @@ def functions() -> set[str]:
     for package in (octile.nn, octile.models, octile.optim):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
+    importlib.import_module("octile.integrations.transformers")
     return {f.__name__ for f in Function.__subclasses__() if f.__module__.startswith("octile.")}
 
 
@@ -154,6 +157,11 @@ def nodes(y: Tensor) -> set[str]:
 
 def test_every_function_has_a_case():
     assert functions() == RAISING.keys() | RIGHT | NOT_DERIVATIVES
+
+
+def test_second_derivatives_of_a_transposed_copy():
+    weight_EKN = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradgradcheck(lambda w: _Transposed.apply(w) ** 3, weight_EKN)
 
 
 @pytest.mark.parametrize("name", RAISING)
