@@ -50,8 +50,9 @@ def launch(
     part = triton.cdiv(blocks, min(blocks, wanted, SAMPLE_TOKENS["MAX_PARTS"])) * block
     parts = triton.cdiv(vocabulary, part)
     sizes = {"BLOCK": block, "PARTS": triton.next_power_of_2(parts)}
-    weight = {"FIXED_POINT": fixed_point, "TOKEN_BITS": (vocabulary - 1).bit_length(), **EXACT}
-    search = {**weight, "PARTS": sizes["PARTS"], **SEARCH_OF_SAMPLE_TOKENS}
+    weight = {"FIXED_POINT": fixed_point, **EXACT}
+    key = {"TOKEN_BITS": (vocabulary - 1).bit_length(), **weight}
+    search = {"PARTS": sizes["PARTS"], **key, **SEARCH_OF_SAMPLE_TOKENS}
     warps = SAMPLE_TOKENS["num_warps"]
     maxima, best = (logits.new_empty(rows, parts, dtype=torch.float32) for _ in range(2))
     part_best = tokens if parts == 1 else seeds.new_empty(rows, parts)
@@ -63,15 +64,13 @@ def launch(
     shape = vocabulary, logits.stride(0), part, parts
     with torch.cuda.device_of(logits):
         row_maxima[(rows, parts)](logits, maxima, counts, tally, *shape, **sizes, num_warps=warps)
-        for kernel in (count_weights, list_tokens):
-            kernel[(rows, parts)](
-                logits, maxima, *limits, counts, tally, keys, *shape, **sizes, **weight, num_warps=warps
-            )
-        find_borders[(rows,)](
-            maxima, *limits, counts, tally, keys, borders, vocabulary, parts, **search
-        )  # fmt: skip
+        count_weights[(rows, parts)](logits, maxima, *limits, counts, tally, *shape, **sizes, **weight, num_warps=warps)
+        list_tokens[(rows, parts)](
+            logits, maxima, *limits, counts, tally, keys, *shape, **sizes, **key, num_warps=warps
+        )
+        find_borders[(rows,)](maxima, *limits, counts, tally, keys, borders, vocabulary, parts, **search)
         best_of_parts[(rows, parts)](
-            logits, maxima, *noise, borders, best, part_best, *shape, **sizes, **weight, num_warps=warps
+            logits, maxima, *noise, borders, best, part_best, *shape, **sizes, **key, num_warps=warps
         )
         if parts > 1:
             best_of_rows[(rows,)](best, part_best, tokens, parts, PARTS=sizes["PARTS"], num_warps=1)
@@ -117,8 +116,8 @@ def row_maxima(
 @triton.jit(do_not_specialize=["part", "parts"])
 def count_weights(
     logits, maxima, temperature, top_k, top_p, min_p, temperature_step, top_k_step, top_p_step, min_p_step,
-    counts, tally, keys, vocabulary, row_step, part, parts,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, FIXED_POINT: tl.constexpr, TOKEN_BITS: tl.constexpr,
+    counts, tally, vocabulary, row_step, part, parts,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, FIXED_POINT: tl.constexpr,
 ):  # fmt: skip
     """Add a part's tokens to the counts of its row by bin, and the sum of their weights to the tally."""
     row = tl.program_id(0).to(tl.int64)
