@@ -8,6 +8,9 @@ stopped   Ctrl-C or SIGTERM ended the run after the current step; the held-out l
 diverged  a result of its own: the mean loss over STEPS_PER_LINE steps is NaN, infinite or at least DIVERGED_LOSS nats,
           or more consecutive steps than the trainer allows had gradients that are not finite
 
+A run from which none continues is also evaluated with the mean of its weights after the last fifth of its steps, taken
+every STEPS_PER_LINE steps.
+
 A run that is done is then evaluated under another recipe, too: BF16 under `deepseek_v3`, others under BF16. The
 difference is what evaluation in FP8 costs, whatever the weights were trained in. Other failures are recorded by the
 caller, from the exit status and the log. The weights and moments from which other jobs continue are written next to
@@ -28,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from experiments.loss import branch
 from experiments.loss.jobs import Job
@@ -48,6 +52,7 @@ STEPS_PER_LINE = 20  # steps between lines
 VALIDATIONS = 10  # measurements of the held-out loss before the end
 VALIDATION_WINDOWS, FINAL_WINDOWS = 256, 1536
 WRITE_INTERVAL = 5.0  # seconds
+AVERAGED = 0.2  # the share of the steps over which weights are averaged
 DIVERGED_LOSS = 30.0  # nats a token; no run recovers from there
 
 
@@ -72,6 +77,7 @@ class Result:
     val_loss: list[float] = field(default_factory=list)
     val_error: list[float] = field(default_factory=list)  # standard error over the held-out windows
     window_loss: list[float] = field(default_factory=list)  # of each held-out window at the end
+    averaged_window_loss: list[float] = field(default_factory=list)  # the same of the averaged weights
     other_window_loss: dict[str, list[float]] = field(default_factory=dict)  # of the same weights under another recipe
     last_load: dict[str, list[int]] = field(default_factory=dict)
     drafts: dict[str, float] = field(default_factory=dict)
@@ -98,6 +104,7 @@ def run(store: TokenStore, job: Job, out: Path) -> Result:
     length = config.sequence_length - 1
     windows, final_windows = (validation_windows(store.val, length, n) for n in (VALIDATION_WINDOWS, FINAL_WINDOWS))
     validation_interval = max(1, config.steps // VALIDATIONS)
+    average = WeightAverage(trainer.model)
     lines: list[dict[str, Any]] = []
     written = time.monotonic()
     with _signals() as stop, accumulator_context(job.recipe):
@@ -112,6 +119,8 @@ def run(store: TokenStore, job: Job, out: Path) -> Result:
             if len(lines) == STEPS_PER_LINE or trainer.steps_done == end:
                 _record(result, lines, trainer)
                 lines = []
+                if not job.is_trunk and trainer.steps_done > (1 - AVERAGED) * config.steps:
+                    average.add()
                 if not result.loss[-1] < DIVERGED_LOSS:
                     result.state, result.why = "diverged", f"the loss is {result.loss[-1]}"
                     break
@@ -127,6 +136,10 @@ def run(store: TokenStore, job: Job, out: Path) -> Result:
         if result.state == "running":
             _validate_at_end(result, trainer, final_windows)
             result.state = "done" if trainer.steps_done == end else "stopped"
+            if average.count:
+                with average.applied():
+                    losses_N = trainer.evaluator.token_losses(final_windows).double().mean(1)
+                result.averaged_window_loss = [_rounded(loss, 6) for loss in losses_N.tolist()]
             if job.is_trunk and result.state == "done":
                 branch.save(trainer, out.with_name(f"{job.name}.pt"))
     result.facts |= {
@@ -156,7 +169,7 @@ def _record(result: Result, lines: list[dict[str, Any]], trainer: Trainer) -> No
         result.loads.append([[round(n, 3) for n in layer] for layer in loads])
 
 
-def _validate(result: Result, trainer: Trainer, windows: torch.Tensor) -> list[float]:
+def _validate(result: Result, trainer: Trainer, windows: Tensor) -> list[float]:
     losses_N = trainer.evaluator.token_losses(windows).double().mean(1)
     result.val_steps.append(trainer.steps_done)
     result.val_loss.append(losses_N.mean().item())
@@ -164,14 +177,44 @@ def _validate(result: Result, trainer: Trainer, windows: torch.Tensor) -> list[f
     return losses_N.tolist()
 
 
-def _validate_at_end(result: Result, trainer: Trainer, windows: torch.Tensor) -> None:
+def _validate_at_end(result: Result, trainer: Trainer, windows: Tensor) -> None:
     result.window_loss = [_rounded(loss, 6) for loss in _validate(result, trainer, windows)]
     result.last_load = trainer.expert_load()
     if trainer.config.model.num_nextn_predict_layers:
         result.drafts = draft_acceptance(trainer, windows[:VALIDATION_WINDOWS]).__dict__
 
 
-def losses_under(name: str, trainer: Trainer, windows: torch.Tensor) -> torch.Tensor:
+class WeightAverage:
+    """The mean of a model's parameters at several steps, in float32 on their device."""
+
+    def __init__(self, model: nn.Module):
+        self.count = 0
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._means: list[Tensor] = []
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """Add the parameters as they are now."""
+        self.count += 1
+        if self.count == 1:
+            self._means = [p.detach().float().clone() for p in self._parameters]
+        else:
+            torch._foreach_lerp_(self._means, [p.float() for p in self._parameters], 1 / self.count)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Replace the parameters by the mean inside the context, and restore them bit for bit after it."""
+        own = [p.detach().clone() for p in self._parameters]
+        with torch.no_grad():
+            torch._foreach_copy_(self._parameters, self._means)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(self._parameters, own)
+
+
+def losses_under(name: str, trainer: Trainer, windows: Tensor) -> Tensor:
     """Return the loss of each window, float64 [N], of the trainer's weights under another recipe, which it then has."""
     trainer.strategy.use_recipe(recipe(name))
     return trainer.evaluator.token_losses(windows).double().mean(1)

@@ -17,6 +17,8 @@ billion      the smallest size over 1B tokens of the longer text (`experiments.l
 ablation     recipes and variations at the smallest size, all from the same weights and the same batches
 rate         learning rates up to divergence
 balance      variations of the expert balance, and multi-token prediction
+noise        the smallest size from scratch by designs that may make pairs deviate less ([plan](noise/README.md))
+noise-scan   the smallest size in BF16 with changes that may let its loss fall sooner; two seeds each
 
 In the first third of a run the loss falls steeply, a few steps sooner or later by chance, and the difference remains
 until the end: runs from one seed end up to 0.6% apart, whatever their recipe. Branches begin after that.
@@ -28,7 +30,8 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any, Literal
 
-from experiments.loss.sizes import run_config
+from experiments.loss.sizes import BATCH, run_config
+from experiments.loss.sizes import RATES as PEAK_RATES
 from octile.train.config import TrainConfig
 
 Group = Literal[
@@ -44,6 +47,8 @@ Group = Literal[
     "ablation",
     "rate",
     "balance",
+    "noise",
+    "noise-scan",
 ]
 TRUNK = 0.4  # the share of a run's steps that its trunk takes
 BILLION, LONG, CORE, SHORT, RATE = 1e9, 300e6, 100e6, 40e6, 12e6  # tokens
@@ -93,6 +98,20 @@ BALANCES: dict[str, dict[str, float]] = {  # changes of the usual: bias speed 0.
     "with MTP": {"num_nextn_predict_layers": 1},
 }
 BALANCE_TOKENS = {"speed 0.002 over 100M tokens": CORE, "sequence loss 1e-3 over 100M tokens": CORE}  # others: SHORT
+DESIGNS: dict[str, dict[str, Any]] = {  # changes of the usual configuration
+    "usual": {},
+    "to-zero": {"decay": 0.4, "final_lr": 0.0},  # a constant rate, then to zero in the last 40% of the steps
+    "double-batch": {"batch_size": 2 * BATCH},
+}
+NOISE_SEEDS = range(4)
+SCANS: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "initial-0.01": {"initializer_range": 0.01},
+    "initial-0.04": {"initializer_range": 0.04},
+    "double-rate": {"lr": 2 * PEAK_RATES["30m"]},
+    "short-warmup": {"warmup": 0.01},
+}
+SCAN_SEEDS = range(2)
 
 
 @dataclass(frozen=True)
@@ -101,7 +120,8 @@ class Job:
 
     Attributes:
         name: the stem of its files' names.
-        changes: fields of `OptimConfig` and `ModelConfig` that differ from the usual configuration.
+        changes: what differs from the usual configuration: fields of `OptimConfig` and `ModelConfig`, and batch_size,
+            with which as many tokens take another number of steps.
         after: the job from whose weights and moments it continues; empty if it starts from scratch.
         until: the share of the steps after which it ends; a trunk then saves its weights and moments.
     """
@@ -129,8 +149,11 @@ class Job:
     def config(self) -> TrainConfig:
         """Return the configuration without the recipe, which may be none of the library's."""
         config = run_config(self.size, self.tokens, seed=self.seed)
+        batch = self.changes.get("batch_size", config.batch_size)
         own = {name: self.changes[name] for name in self.changes if hasattr(config.optim, name)}
-        shape = {name: value for name, value in self.changes.items() if name not in own}
+        shape = {name: value for name, value in self.changes.items() if name not in (*own, "batch_size")}
+        steps = max(1, round(config.steps * config.batch_size / batch))
+        config = replace(config, batch_size=batch, steps=steps)
         return replace(config, optim=replace(config.optim, **own), model=replace(config.model, **shape))
 
     def to_json(self) -> dict[str, Any]:
@@ -185,6 +208,21 @@ def all_jobs(small: str = "30m", sizes: tuple[str, ...] = ("150m", "80m", "30m")
         trunk = replace(job("long-trunk", small, "bf16", seed, LONG), until=TRUNK)
         jobs += [trunk, *(branch(trunk, recipe) for recipe in BRANCHES)]
     jobs.append(job("ablation", small, "deepseek_v3", 1, SHORT))
+    jobs += [
+        replace(
+            job("noise-scan", small, "bf16", seed, CORE, **changes),
+            name=f"noise-scan-{name}-{small}-bf16-{seed}",
+            until=TRUNK,
+        )
+        for name, changes in SCANS.items()
+        for seed in SCAN_SEEDS
+    ]
+    jobs += [
+        replace(job("noise", small, recipe, seed, CORE, **changes), name=f"noise-{name}-{small}-{recipe}-{seed}")
+        for name, changes in DESIGNS.items()
+        for seed in NOISE_SEEDS
+        for recipe in ("bf16", "deepseek_v3")
+    ]
     return [*jobs, *(job("billion", small, recipe, 0, BILLION) for recipe in ("bf16", "deepseek_v3"))]
 
 

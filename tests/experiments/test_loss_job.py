@@ -49,6 +49,7 @@ def often():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "STEPS_PER_LINE", 2)
         patch.setattr(module, "VALIDATIONS", 2)
+        patch.setattr(module, "AVERAGED", 0.5)
         yield
 
 
@@ -66,6 +67,8 @@ def test_a_run_stores_its_curves_and_its_cost(store, tmp_path):
     assert result["facts"]["text_tokens"] == len(store.train)
     assert result["val_steps"] == [4, 8]
     assert result["val_loss"][-1] == pytest.approx(sum(result["window_loss"]) / len(result["window_loss"]), rel=1e-5)
+    assert len(result["averaged_window_loss"]) == len(result["window_loss"])
+    assert result["averaged_window_loss"] != result["window_loss"]
     assert result["facts"]["bytes_a_parameter"]["exp_avg"] == 2.0
     assert 0 < result["facts"]["bytes_a_parameter"]["copies"] < 1.1
 

@@ -1,0 +1,96 @@
+"""How far two runs of a pair end apart by chance, by design: `python -m experiments.loss.noise RUNS …`.
+
+A pair is BF16 and `deepseek_v3` with the same seed: the same initial weights and order of the text. The deviation of
+its gap over the seeds decides how many pairs a claim needs. A deviation of n pairs has a relative standard error of
+about 1/√(2(n − 1)), so four pairs tell a half from a whole, and little less.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments.loss.jobs import DESIGNS, SCANS
+from experiments.loss.report import Results, gap
+from octile.bench.rows import align_columns
+
+FALLEN = 3.2  # nats: below that the steep fall of the loss is under way
+Result = dict[str, Any]
+
+
+def averaged_gap(run: Result, base: Result) -> float:
+    """Return the gap of the averaged weights over the held-out windows; NaN if one has none."""
+    losses = run.get("averaged_window_loss"), base.get("averaged_window_loss")
+    if not all(losses):
+        return math.nan
+    a, b = (statistics.fmean(loss) for loss in losses if loss)
+    return a / b - 1
+
+
+def first_step_below(run: Result, loss: float = FALLEN) -> int | None:
+    """Return the step at which the mean loss since the line before is first below `loss`; None if it never is."""
+    return next((step for step, value in zip(run["steps"], run["loss"], strict=True) if value < loss), None)
+
+
+def pairs_of(r: Results, design: str) -> list[tuple[Result, Result]]:
+    """Return (deepseek_v3, BF16) of each seed of a design that has ended, sorted by seed."""
+    found: dict[tuple[str, int], dict[str, Result]] = defaultdict(dict)
+    for name, result in r.all.items():
+        job = result["job"]
+        if job["group"] == "noise" and name.startswith(f"noise-{design}-{job['size']}-") and result["state"] == "done":
+            found[job["size"], job["seed"]][job["recipe"]] = result
+    return [
+        (pair["deepseek_v3"], pair["bf16"])
+        for _, pair in sorted(found.items())
+        if pair.keys() >= {"deepseek_v3", "bf16"}
+    ]
+
+
+def design_table(r: Results) -> str:
+    """Format the deviations of each design with at least two pairs."""
+    names = ["design", "pairs", "evaluated", "mean gap", "deviation", "its error", "gaps", "BF16's losses"]
+    rows = [names]
+    evaluated: Mapping[str, Callable[[Result, Result], float]] = {
+        "the last weights": lambda run, base: gap(run, base)[0],
+        "the averaged weights": averaged_gap,
+    }
+    for design in DESIGNS:
+        pairs = pairs_of(r, design)
+        for weights, measured in evaluated.items():
+            gaps = [measured(*pair) for pair in pairs]
+            if len(gaps) < 2 or any(map(math.isnan, gaps)):
+                continue
+            deviation, error = statistics.stdev(gaps), 1 / math.sqrt(2 * (len(gaps) - 1))
+            each = ", ".join(f"{one:+.2%}" for one in gaps)
+            levels = ", ".join(f"{base['val_loss'][-1]:.3f}" for _, base in pairs)
+            rows.append([
+                design, str(len(gaps)), weights, f"{statistics.fmean(gaps):+.2%}", f"{deviation:.2%}", f"{error:.0%}",
+                each, levels,
+            ])  # fmt: skip
+    return align_columns(rows, right={"pairs", "mean gap", "deviation", "its error"})
+
+
+def fall_table(r: Results) -> str:
+    """Format when the loss of each run of the scan and of each pair falls below FALLEN."""
+    rows = [["runs", "step at which the loss is below 3.2, by seed", "held-out loss"]]
+    for name in SCANS:
+        runs = [x for key, x in sorted(r.all.items()) if key.startswith(f"noise-scan-{name}-") and x.get("val_loss")]
+        if runs:
+            steps = ", ".join(str(first_step_below(run) or "–") for run in runs)
+            rows.append([f"scan, {name}", steps, ", ".join(f"{run['val_loss'][-1]:.3f}" for run in runs)])
+    for design in DESIGNS:
+        for run, base in pairs_of(r, design):
+            steps = ", ".join(str(first_step_below(x) or "–") for x in (base, run))
+            losses = ", ".join(f"{x['val_loss'][-1]:.3f}" for x in (base, run))
+            rows.append([f"{design}, seed {base['job']['seed']}, BF16 and FP8", steps, losses])
+    return align_columns(rows, right=set())
+
+
+if __name__ == "__main__":
+    results = Results.read(*map(Path, sys.argv[1:]))
+    print(f"{design_table(results)}\n\n{fall_table(results)}")
