@@ -129,6 +129,21 @@ class Tokenizer:
         """The ids of a text, without <|begin|> and <|end|>."""
         return self.encode_batch([text])[0]
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a text that a model continues: `prefix` and the text; <|begin|> if there is neither."""
+        return [*self.prefix, *self.encode(text)] or [self.begin]
+
+    @cached_property
+    def prefix(self) -> list[int]:
+        """The ids before a text that a model continues, as transformers has them: none with many models.
+
+        They are those that the post-processor of a `tokenizer.json` adds, or else the begin-of-text token where
+        `add_bos_token` of a `tokenizer_config.json` is true.
+        """
+        marked, plain = (self.backend.encode("a", add_special_tokens=adds).ids for adds in (True, False))
+        before = next((i for i in range(len(marked)) if marked[i : i + len(plain)] == plain), 0)
+        return marked[:before] or [self.begin] * (self.config.get("add_bos_token") is True)
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of many texts, on all cores."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]

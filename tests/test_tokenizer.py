@@ -147,3 +147,51 @@ def test_a_tokenizer_without_an_end_token_is_refused(folder):
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     with pytest.raises(ValueError, match="has no token '</s>'"):
         Tokenizer.load(folder)
+
+
+def with_prefix(folder, post_processor, **config):
+    """A loaded tokenizer with another post-processor and further fields of its config."""
+    file, config_file = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": post_processor}))
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | config))
+    return Tokenizer.load(folder)
+
+
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+
+
+@pytest.mark.parametrize("post_processor", [None, BYTE_LEVEL])
+def test_a_prompt_begins_with_nothing_if_nothing_says_so(folder, post_processor):
+    loaded = with_prefix(folder, post_processor)
+    assert loaded.encode_prompt("def") == loaded.encode("def")
+
+
+def test_add_bos_token_begins_a_prompt(folder):
+    loaded = with_prefix(folder, BYTE_LEVEL, add_bos_token=True)
+    assert loaded.encode_prompt("def") == [loaded.begin, *loaded.encode("def")]
+
+
+def test_a_post_processor_begins_a_prompt_with_its_tokens(tokenizer, folder):
+    template = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": name, "type_id": 0}} for name in (END, BEGIN)]
+        + [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": END, "type_id": 0}}],
+        "pair": [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"],
+        "special_tokens": {
+            name: {"id": name, "ids": [number], "tokens": [name]}
+            for name, number in ((BEGIN, tokenizer.begin), (END, tokenizer.end))
+        },
+    }
+    assert with_prefix(folder, template).prefix == [tokenizer.end, tokenizer.begin]
+
+
+@pytest.mark.parametrize("post_processor", [None, BYTE_LEVEL])
+def test_an_empty_prompt_is_the_begin_token(folder, post_processor):
+    loaded = with_prefix(folder, post_processor)
+    assert loaded.encode_prompt("") == [loaded.begin]
+
+
+def test_a_prompt_has_the_ids_of_transformers(tokenizer, folder):
+    from transformers import AutoTokenizer
+
+    assert AutoTokenizer.from_pretrained(folder)("def f")["input_ids"] == tokenizer.encode_prompt("def f")

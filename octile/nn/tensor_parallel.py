@@ -116,7 +116,8 @@ def check_blocks(name: str, size: int, ranks: int, recipe: Recipe) -> None:
     if size % (BLOCK[0] * ranks):
         raise ValueError(
             f"{name} must be a multiple of {BLOCK[0]} × {ranks} ranks for tensor parallelism, not {size}: tiles and "
-            "blocks would cross ranks. octile.convert(keep=[…]), or --octile.keep in a job of torchtitan, leaves the layer in high precision"
+            "blocks would cross ranks. octile.convert(keep=[…]), or keep in the section octile of torchtitan's job, "
+            "leaves the layer in high precision"
         )
 
 

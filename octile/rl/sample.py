@@ -72,7 +72,7 @@ def sample_groups(
     found: dict[int, Completion] = {}
     numbers = iter(seeds)
     for prompt in prompts:
-        prompt_tokens = [tokenizer.begin, *tokenizer.encode(prompt.prompt)]
+        prompt_tokens = tokenizer.encode_prompt(prompt.prompt)
         for _ in range(group_size):
             sampling = Sampling(max_new_tokens, 1.0, seed=next(numbers), ignore_eos=True, logprobs=0)
             found[engine.add(prompt_tokens, sampling).id] = Completion(prompt, prompt_tokens)

@@ -23,7 +23,7 @@ def generate_from(
 ) -> Iterator[str]:
     """Generate text with the model and the tokenizer of a run folder or a Hugging Face folder.
 
-    The model reads a begin-of-text token and the prompt. After an empty prompt it begins a text of its own.
+    The model reads the prompt, after what its tokenizer begins texts with. An empty prompt lets it begin a text.
 
     Args:
         folder: folder of the model, or the opened one, whose `Folder.sampling` has the model's defaults.
@@ -58,10 +58,10 @@ def generate_text(
 
 
 def _request(prompt: str, tokenizer: Tokenizer, model: ModelConfig, sampling: Sampling) -> Request:
-    """Return a request that the model can continue: the begin-of-text token and a prompt."""
+    """Return a request that the model can continue: the prompt, after what its tokenizer begins texts with."""
     check_text("prompt", prompt)
     factory = RequestFactory(model.vocab_size, model.max_position_embeddings)
-    (request,) = factory.make([tokenizer.begin, *tokenizer.encode(prompt)], sampling)
+    (request,) = factory.make(tokenizer.encode_prompt(prompt), sampling)
     return request
 
 

@@ -559,7 +559,7 @@ class ChatBody(Generation, Conversation):
 
 
 class TokenizeText(Body):
-    """The body of POST /tokenize for a text, which a begin-of-text token precedes, as in a completion."""
+    """The body of POST /tokenize for a text, before which the same tokens come as in a completion."""
 
     prompt: str
     model: str | None = None

@@ -244,11 +244,10 @@ class Service:
         raise ApiError(504, message, code="timeout", headers=NEVER_RETRY)
 
     def _completion(self, body: CompletionBody) -> Job:
-        begin = [self.tokenizer.begin]
         for text in body.prompts:
             if isinstance(text, str):
                 self._check_length(text, "prompt")
-        prompts = [begin + self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in body.prompts]
+        prompts = [self.tokenizer.encode_prompt(p) if isinstance(p, str) else list(p) for p in body.prompts]
         grammar = self._grammars.of_text(body) if body.format_field else ""
         given = self._defaults, self._bad_words(body), grammar
         requests = list[Request]()
@@ -261,7 +260,8 @@ class Service:
         echo = None
         if body.echo:
             texts = [p if isinstance(p, str) else self.tokenizer.decode(p) for p in body.prompts]
-            begins = [len(begin) if isinstance(p, str) else 0 for p in body.prompts]
+            before = [len(self.tokenizer.prefix) if p else 1 for p in texts]
+            begins = [n if isinstance(p, str) else 0 for n, p in zip(before, body.prompts, strict=True)]
             echo = Echo(texts, begins, body.logprobs, body.max_tokens == 0)
         answer = Completion(self.model, self.tokenizer, prompts, body.n or 1, _shown(body), echo)
         return Job(answer, requests)

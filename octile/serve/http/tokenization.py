@@ -20,8 +20,9 @@ def tokenize(service: Service, content: bytes) -> dict[str, Any]:
     if body.model is not None:
         service.check_model(body.model)
     if isinstance(body, TokenizeText):
-        begin = [service.tokenizer.begin] if body.add_special_tokens is not False else []
-        tokens = begin + service.tokenizer.encode(body.prompt)
+        tokenizer = service.tokenizer
+        encode = tokenizer.encode if body.add_special_tokens is False else tokenizer.encode_prompt
+        tokens = encode(body.prompt)
     else:
         tokens = service.render(body).tokens
     texts = [service.tokenizer.decode([token]) for token in tokens] if body.return_token_strs else None

@@ -114,10 +114,11 @@ def _read(
         if not isinstance(row.get(name), str):
             raise ValueError(f"{name} must be a text, not {quoted(row.get(name))}")
         texts.append(row[name])
-    prompt, answer = ([], tokenizer.encode(texts[0])) if len(texts) == 1 else map(tokenizer.encode, texts)
-    before, after = [tokenizer.begin, *prompt], [*answer, tokenizer.end]
+    *prompt, answer = texts
+    before = tokenizer.encode_prompt(prompt[0]) if prompt else [tokenizer.begin]
+    after = [*tokenizer.encode(answer), tokenizer.end]
     tokens = before + after
-    return tokens, [False] * len(before) + [True] * len(after), before if prompt else tokens
+    return tokens, [False] * len(before) + [True] * len(after), before if any(prompt) else tokens
 
 
 def _conversation(
