@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from octile.checkpoint.files import check_output_file
-from octile.models.config import PRESETS
+from octile.checkpoint.hugging_face import CONFIG
+from octile.models.config import PRESETS, ModelConfig
 from octile.parallel.schedules import SCHEDULES, Costs, StageCosts
 from octile.plan.exchange import experts_at_equal_cost
 from octile.plan.hardware import Cluster, read_cluster
@@ -45,7 +46,8 @@ class Options:
     most 4,096 tokens. Without any of the six options the published layout itself is planned, where there is one.
 
     Attributes:
-        preset: the model: tiny, small, medium, v2_lite_16b, v2_236b or v3_671b.
+        preset: the model: tiny, small, medium, v2_lite_16b, v2_236b or v3_671b; or the config.json of another model of
+            DeepSeek-V3's family, or a folder with one.
         cluster: h800_2048, h100_8, h200_8 or h200_2048, or a TOML file like those in octile/plan/clusters.
         gpus: GPUs of the cluster, if not all.
         pp: ranks of the pipeline.
@@ -76,8 +78,8 @@ class Options:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.preset not in PRESETS:
-            raise ValueError(f"unknown preset {self.preset!r}; there are {', '.join(PRESETS)}")
+        if self.preset not in PRESETS and not Path(self.preset).exists():
+            raise ValueError(f"unknown preset {self.preset!r}; there are {', '.join(PRESETS)}, or name a config.json")
         if not self.json:
             check_output_file("out", self.out, ".svg", ".png")
             check_output_file("trace", self.trace, ".json")
@@ -94,6 +96,20 @@ class Options:
         if self.gpus > cluster.gpus:
             raise ValueError(f"gpus must be at most the {cluster.gpus:,} of cluster {cluster.name}, not {self.gpus:,}")
         return replace(cluster, gpus=self.gpus)
+
+    def model(self) -> ModelConfig:
+        """The model of the preset or of the config.json.
+
+        Raises:
+            ValueError, FileNotFoundError: as for `ModelConfig.read`; or its attention is sparse.
+        """
+        if self.preset in PRESETS:
+            return PRESETS[self.preset]()
+        path = Path(self.preset)
+        model = ModelConfig.read(path / CONFIG if path.is_dir() else path)
+        if model.has_indexer:
+            raise ValueError(f"preset must be a model whose attention is not sparse, since no plan has it: {path} has")
+        return model
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -136,7 +152,7 @@ def make_plan(options: Options) -> Result:
     Raises:
         ValueError, FileNotFoundError: as for `run`.
     """
-    cluster, model = options.read(), PRESETS[options.preset]()
+    cluster, model = options.read(), options.model()
     if options.scatter.is_given:
         options.scatter.check(cluster.gpus)
     whole = read_cluster(options.cluster).gpus

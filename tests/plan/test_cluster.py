@@ -1,9 +1,11 @@
 """`octile plan cluster` and `octile plan published` on the command line."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from octile.models.config import ModelConfig
 from octile.parallel.schedules import SCHEDULES
 from octile.plan.hardware import CLUSTERS
 from tests.test_cli import call, refused
@@ -51,6 +53,26 @@ def test_a_layout_that_is_asked_for_is_planned(capsys, folder):
     _, out, _ = call(capsys, "plan", "cluster", *SMALL, "--pp", "2", "--ep", "4", "--schedule", "zb1p", "--json")
     layout = json.loads(out)["layout"]
     assert (layout["pp"], layout["ep"], layout["schedule"]) == (2, 4, "zb1p")
+
+
+def test_the_configuration_of_a_folder_is_planned_as_the_preset_with_its_shape(capsys, folder):
+    ModelConfig.tiny().write(folder / "config.json")
+    options = ("--cluster", "h200_8", "--pp", "2", "--json")
+    found, preset = (
+        json.loads(call(capsys, "plan", "cluster", "--preset", name, *options)[1]) for name in (str(folder), "tiny")
+    )
+    assert found == preset | {"preset": str(folder)}
+
+
+def test_sparse_attention_is_not_planned(capsys, folder):
+    replace(ModelConfig.tiny(), index_topk=8, index_n_heads=2, index_head_dim=64).write(folder / "config.json")
+    message = refused(capsys, "plan", "cluster", "--preset", "config.json")
+    assert "--preset must be a model whose attention is not sparse" in message
+
+
+def test_a_model_of_another_family_is_not_planned(capsys, folder):
+    (folder / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    assert "model_type is 'llama'" in refused(capsys, "plan", "cluster", "--preset", "config.json")
 
 
 @pytest.mark.parametrize(
