@@ -27,3 +27,13 @@ def test_the_version_to_cite_is_that_of_the_package():
         PYPROJECT["project"]["version"],
         PYPROJECT["project"]["license"],
     )
+
+
+def test_the_classifiers_are_what_the_workflow_tests():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    job = workflow["jobs"]["test"]
+    prefixes = ("Programming Language :: Python :: 3.", "Operating System :: ")
+    claimed = {name for name in PYPROJECT["project"]["classifiers"] if name.startswith(prefixes)}
+    pythons = {f"Programming Language :: Python :: {version}" for version in job["strategy"]["matrix"]["python"]}
+    assert job["runs-on"] == "ubuntu-latest"
+    assert claimed == {*pythons, "Operating System :: POSIX :: Linux"}
