@@ -17,14 +17,11 @@ import pytest
 import torch
 
 import octile
-from octile import cli
 from octile.checkpoint.hugging_face import save
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
-from octile.train.config import TrainConfig
-from octile.train.run.rank_checks import check_world
-from octile.train.strategy.pipelined_model import make_pipeline_schedule
 from tests.fresh_python import run_python
+from tests.train_commands import config_of
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -114,12 +111,7 @@ WITH_COMMANDS = [page for page in PAGES if any(train_commands(page))]
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
 def test_the_ranks_of_a_page_s_commands_can_train(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for n_ranks, arguments in train_commands(page):
-        configs: list[TrainConfig] = []
-        monkeypatch.setenv("WORLD_SIZE", str(n_ranks))
-        monkeypatch.setattr("octile.train.loop.train", lambda config, *_, into=configs: into.append(config))
-        cli.main(["train", *arguments])
-        check_world(configs[0])
-        make_pipeline_schedule(configs[0])
+        config_of(arguments, n_ranks, monkeypatch)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
