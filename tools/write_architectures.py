@@ -1,4 +1,4 @@
-"""Write the table of architectures in docs/compatibility.md: `python -m tools.write_architectures`.
+"""Write the table of docs/supported_models.md: `python -m tools.write_architectures`.
 
     python -m tools.write_architectures                     the table, from tools/architectures/record.json
     python -m tools.write_architectures --run FOLDER        what octile and transformers do with each model, anew
@@ -25,11 +25,69 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "compatibility.md"
+PAGE = ROOT / "docs" / "supported_models.md"
 RECORD = ROOT / "tools" / "architectures" / "record.json"
 TABLE = re.compile(r"(?<=<!-- architectures -->\n).*?(?=<!-- end -->)", re.DOTALL)
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 NO = "–"
+PUBLISHED = {  # model_type → what people call the models that have it
+    "bert": "BERT",
+    "bloom": "BLOOM, BLOOMZ",
+    "cohere": "Command R, Aya",
+    "cohere2": "Command R7B, Command A",
+    "deepseek_v2": "DeepSeek-V2, V2-Lite, V2.5",
+    "deepseek_v3": "DeepSeek-V3, R1, V3.1, Moonlight",
+    "deepseek_v32": "DeepSeek-V3.2",
+    "ernie4_5_moe": "ERNIE 4.5",
+    "exaone4": "EXAONE 4.0",
+    "gemma": "Gemma",
+    "gemma2": "Gemma 2",
+    "gemma3": "Gemma 3 with images",
+    "gemma3_text": "Gemma 3, text",
+    "glm4": "GLM-4",
+    "glm4_moe": "GLM-4.5, GLM-4.6",
+    "glm_moe_dsa": "GLM-5",
+    "gpt_neox": "GPT-NeoX, Pythia",
+    "gpt_oss": "gpt-oss",
+    "granite": "Granite",
+    "granitemoe": "Granite MoE",
+    "jamba": "Jamba",
+    "llama": "Llama 1 to 3.3, many others",
+    "llama4": "Llama 4 with images",
+    "llama4_text": "Llama 4, text",
+    "llava": "LLaVA",
+    "minimax_m2": "MiniMax-M2",
+    "mistral": "Mistral 7B, Nemo",
+    "mistral3": "Mistral Small 3.1",
+    "mixtral": "Mixtral",
+    "mllama": "Llama 3.2 Vision",
+    "mpt": "MPT",
+    "nemotron": "Nemotron 3, 4",
+    "olmo2": "OLMo 2",
+    "olmoe": "OLMoE",
+    "opt": "OPT",
+    "phi": "Phi-1, Phi-2",
+    "phi3": "Phi-3, Phi-4",
+    "phimoe": "Phi-3.5-MoE",
+    "qwen2": "Qwen2, Qwen2.5, QwQ",
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen2_moe": "Qwen1.5-MoE, Qwen2-57B-A14B",
+    "qwen2_vl": "Qwen2-VL",
+    "qwen3": "Qwen3",
+    "qwen3_5_moe": "Qwen3.5-35B-A3B",
+    "qwen3_5_text": "Qwen3.5, text",
+    "qwen3_moe": "Qwen3-30B-A3B, Qwen3-235B-A22B",
+    "qwen3_next": "Qwen3-Next-80B-A3B",
+    "qwen3_vl": "Qwen3-VL",
+    "qwen3_vl_moe": "Qwen3-VL-30B-A3B",
+    "roberta": "RoBERTa",
+    "seed_oss": "Seed-OSS",
+    "smollm3": "SmolLM3",
+    "stablelm": "StableLM",
+    "starcoder2": "StarCoder2",
+    "t5": "T5",
+    "whisper": "Whisper",
+}
 Record = dict[str, Any]
 
 
@@ -105,15 +163,24 @@ def table(record: Record) -> str:
         return f"no ({notes.setdefault(reason, len(notes) + 1)})" if reason else if_none
 
     engines = [f"{title} {record[engine]['version']}" for engine, title in ENGINES.items()]
-    head = ["model", "layers in FP8", "trains", "saves", f"transformers {record['transformers']}", *engines]
-    lines = [head, ["---"] * len(head)]
+    octile = ["model", "published as", "parameters", "trains", "saves", "FP8 folder"]
+    head = [*octile, f"transformers {record['transformers']}", *engines]
+    lines = [head, ["---", "---", "---:", "---", "---", "---", *["---"] * (1 + len(engines))]]
     for name, found in record["models"].items():
-        converted, total = found["converted"]
-        octile = [cell(found[column]) for column in ("trains", "saves", "transformers")]
+        default = found["default"]
+        size = billions(default["parameters"]) if default else NO
+        trained, stored = (f"{default[key]}%" if default else "yes" for key in ("trained", "stored"))
+        cells = [cell(found["trains"], trained), cell(found["saves"]), stored, cell(found["transformers"])]
         others = [_engine_cell(record, engine, name, cell) for engine in ENGINES]
-        lines.append([name, f"{converted} of {total}", *octile, *others])
+        lines.append([name, PUBLISHED[found["model_type"]], size, *cells, *others])
     rows = "".join("| " + " | ".join(line) + " |\n" for line in lines)
     return rows + "\n" + "".join(f"{number}. {reason}\n" for reason, number in notes.items())
+
+
+def billions(parameters: int) -> str:
+    """Return a number of parameters as 671B, 6.7B or 0.13B."""
+    size = parameters / 1e9
+    return f"{size:.{0 if size >= 100 else 1 if size >= 1 else 2}f}B"
 
 
 def _engine_cell(record: Record, engine: str, name: str, cell: Any) -> str:

@@ -6,5 +6,5 @@
     load_in_sglang.py   SGLang's
     record.json         what was found, and with which versions
 
-`python -m tools.write_architectures` writes the table of docs/compatibility.md from the record.
+`python -m tools.write_architectures` writes the table of docs/supported_models.md from the record.
 """

@@ -16,10 +16,15 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from octile.checkpoint.convert import convert_checkpoint
+from octile.checkpoint.convert.plan import choose_actions
+from octile.checkpoint.convert.share import share_of
+from octile.checkpoint.convert.tensor import Action
 from octile.checkpoint.shards import Shards
+from octile.checkpoint.tensor_file import TensorSpec
 from octile.nn.conversion import apply_recipe
 from tests.models_of_transformers import ARCHITECTURES, MORE_ARCHITECTURES, falcon, gpt2
 from tools.architectures.loading import patterns
@@ -109,7 +114,7 @@ def examine(name: str, folder: Path) -> dict[str, Any]:
     """Convert, train, save and load the model of an architecture, whose folders `write_folders` wrote.
 
     Returns:
-        the cells of octile's and transformers' columns, and the digest of the FP8 folder.
+        the cells of octile's and transformers' columns, the digest of the FP8 folder, and `default_shares`.
     """
     model = apply_recipe(model_of(name).float())
     summary = model.conversion_summary
@@ -122,6 +127,35 @@ def examine(name: str, folder: Path) -> dict[str, Any]:
         "saves": why_not_saved(model),
         "transformers": why_not_loaded(type(model), folder / "fp8"),
         "digest": digest_of(folder / "fp8"),
+        "default": default_shares(name),
+    }
+
+
+def default_shares(name: str) -> dict[str, Any] | None:
+    """Count the parameters in FP8 of an architecture at the default size of its configuration, without weights.
+
+    Returns:
+        the number of parameters; their shares that `octile.convert` quantizes and that `octile convert` stores in FP8,
+        in percent; None where transformers makes no model of its default configuration.
+    """
+    kind, config, _ = ALL[name]
+    default = getattr(transformers, config)()
+    try:
+        with torch.device("meta"):
+            model = getattr(transformers, kind)(default).bfloat16()
+    except TypeError:  # a size that a model needs is None
+        return None
+    once = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}  # a tied weight has two names
+    stored = revert_weight_conversion(model, {n: t for n, t in model.state_dict().items() if n in once})
+    specs = {name: TensorSpec.of(tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}
+    settings = {**default.to_dict(), "architectures": [kind]}
+    actions = choose_actions(specs, settings, "fp8", ())
+    folder = share_of([name for name, action in actions.items() if action is Action.QUANTIZE], specs, settings)
+    trained = apply_recipe(model).conversion_summary.quantized
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "trained": round(100 * trained.parameters, 1),
+        "stored": round(100 * folder.parameter_share, 1),
     }
 
 
