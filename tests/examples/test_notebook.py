@@ -20,6 +20,7 @@ def test_it_runs(tmp_path, monkeypatch):
     nbclient = pytest.importorskip("nbclient", reason="octile[clients] is not installed")
     nbformat = pytest.importorskip("nbformat", reason="octile[clients] is not installed")
     monkeypatch.setenv("PYTHONPATH", f"{FOLDER.parent}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads of several tests would wait for one another
     notebook = nbformat.read(FILE, as_version=4)
     nbformat.validate(notebook)
     nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": f"{tmp_path}"}}).execute()

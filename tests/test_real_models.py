@@ -1,4 +1,4 @@
-"""docs/model_recipes.md shows what octile prints for the published configurations, and options that octile has."""
+"""docs/real_models.md shows what octile prints for the published configurations, and options that octile has."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from octile.options.parse import parse
 from tests.models.test_config import PUBLISHED_KIMI_K2, PUBLISHED_V3
 from tests.train_commands import config_of
 
-PAGE = (Path(__file__).parents[1] / "docs" / "model_recipes.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[1] / "docs" / "real_models.md").read_text(encoding="utf-8")
 CODE = re.sub(r"\\\n\s*", "", "\n".join(line[4:] for line in PAGE.splitlines() if line.startswith("    ") or not line))
 SHOWN = re.findall(r"^\$ octile (.*)\n((?:.+\n)+)", CODE, re.MULTILINE)
 COMMANDS = re.findall(r"^(?:torchrun .* -m )?octile ((?!train).*)", CODE, re.MULTILINE)
