@@ -43,13 +43,20 @@ OPTIM = OptimConfig(lr=5e-6, warmup=0.0, decay=1.0, final_lr=0.2, balance_speed=
 def fine_tuning(config: TrainConfig, folder: Path) -> TrainConfig:
     """A preset's configuration, changed to fine-tune the weights in a folder.
 
+    Sequences are at most as long as the model's context.
+
     Raises:
         FileNotFoundError: there is no checkpoint.
         ValueError: it is not one of this model, or damaged.
     """
     model = read_model_config(folder)
     return replace(
-        config, init_from=folder, model=model, optim=OPTIM, indexer_stage="sparse" if model.has_indexer else None
+        config,
+        init_from=folder,
+        model=model,
+        optim=OPTIM,
+        indexer_stage="sparse" if model.has_indexer else None,
+        sequence_length=min(config.sequence_length, model.max_position_embeddings),
     )
 
 

@@ -231,6 +231,11 @@ def test_fine_tuning_uses_the_shape_of_the_folder_and_a_small_learning_rate(save
     assert TrainConfig.from_json(config.to_json()) == config
 
 
+def test_sequences_are_at_most_as_long_as_the_context_of_the_folder(saved):
+    context = fine_tuning(preset("tiny"), saved("fp8")).model.max_position_embeddings
+    assert fine_tuning(preset("v3_671b"), saved("fp8")).sequence_length == context < 4096
+
+
 def test_a_resumed_run_does_not_need_the_folder_and_is_bit_identical(saved, text, tmp_path):
     def losses(run):
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
