@@ -17,6 +17,7 @@ The error of BF16 moments, which are rounded to nearest even after each step:
   are refused.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any, NamedTuple, cast
@@ -28,7 +29,17 @@ from torch.autograd.graph import increment_version
 from octile.ops.adamw import check_gradient_scale, check_skip
 from octile.ops.quantize import check_device
 from octile.optim import gradient
-from octile.optim.state import KINDS, check_decays, check_saved, dtype_of, has_scales, load, new_state, store_
+from octile.optim.state import (
+    KINDS,
+    check_decays,
+    check_saved,
+    dtype_of,
+    has_scales,
+    load,
+    new_state,
+    store_,
+    stored_dtypes,
+)
 from octile.optim.storage import overwrite_, shard
 from octile.optim.update import UpdateGroup, adamw_
 from octile.recipe import OptimizerFormats
@@ -127,9 +138,9 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found: list[_Found] = []
+        found: list[Found] = []
         for group in self.param_groups:
-            found += [_Found(p, g, group) for p in group["params"] if (g := self._gradient(p)) is not None]
+            found += [Found(p, g, group) for p in group["params"] if (g := self._gradient(p)) is not None]
         for name, value in (("skip", skip), ("gradient_scale", gradient_scale)):
             if value is not None:
                 for param, _, _ in found:
@@ -154,14 +165,15 @@ class AdamW(torch.optim.Optimizer):
         Raises:
             ValueError: the parameters, shapes or formats are not this optimizer's; nothing is changed then.
         """
-        params = [p for group in self.param_groups for p in group["params"]]
+        own = [(p, self._kinds(group)) for group in self.param_groups for p in group["params"]]
+        params = [param for param, _ in own]
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         if len(saved_ids) != len(params):
             raise ValueError(f"state_dict has {len(saved_ids)} parameters, this optimizer {len(params)}")
         saved = {p: state_dict["state"][i] for i, p in zip(saved_ids, params, strict=True) if i in state_dict["state"]}
-        for i, param in enumerate(params):
+        for i, (param, kinds) in enumerate(own):
             if param in saved:
-                check_saved(saved[param], param, self.formats, i)
+                check_saved(saved[param], param, self.formats, i, kinds)
 
         _unguarded(super().load_state_dict)({**state_dict, "state": {}})
         for param, state in saved.items():
@@ -177,13 +189,25 @@ class AdamW(torch.optim.Optimizer):
         They add up to 16 for AdamW in FP32. Not counted are the scales, 4 bytes per tensor, and the weights in the
         module where they are not the masters.
         """
-        params = [p for group in self.param_groups for p in group["params"]]
-        used = dict.fromkeys(("master", "gradient", "exp_avg", "exp_avg_sq"), 0)
-        for param in params:
-            for kind in KINDS:
+        params = [(p, self._kinds(group)) for group in self.param_groups for p in group["params"]]
+        used: Counter[str] = Counter(dict.fromkeys(("master", "gradient", "exp_avg", "exp_avg_sq"), 0))
+        for param, kinds in params:
+            for kind in kinds:
                 used[kind] += param.numel() * dtype_of(self.formats, kind).itemsize
             used["gradient"] += param.numel() * self._gradient_dtype(param).itemsize
-        return {kind: n / sum(p.numel() for p in params) for kind, n in used.items()}
+        return {kind: n / sum(p.numel() for p, _ in params) for kind, n in used.items()}
+
+    def state_bytes(self) -> int:
+        """The bytes of moments, and of masters that are not the parameters, once all parameters had a gradient."""
+        params = [(p, self._kinds(group)) for group in self.param_groups for p in group["params"]]
+        return sum(
+            p.numel() * sum(dtype.itemsize for dtype in stored_dtypes(p, self.formats, kinds).values())
+            for p, kinds in params
+        )
+
+    def _kinds(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The tensors of the state of a group's parameters."""
+        return KINDS
 
     def _gradient(self, param: Tensor) -> gradient.Gradient | None:
         found = gradient.gradient_of(param)
@@ -199,7 +223,7 @@ class AdamW(torch.optim.Optimizer):
             return dtype_of(self.formats, "gradient")
         return param.dtype if getattr(param, "main_grad", None) is None else torch.float32
 
-    def _update(self, found: list["_Found"], skip: Tensor | None, gradient_scale: Tensor | None) -> None:
+    def _update(self, found: list["Found"], skip: Tensor | None, gradient_scale: Tensor | None) -> None:
         """Update some parameters: load the stored state as FP32, compute the step, store the state."""
         groups: dict[Any, UpdateGroup] = {}
         loaded: list[dict[str, Tensor]] = []
@@ -236,7 +260,7 @@ class AdamW(torch.optim.Optimizer):
         increment_version([param for param, _, _ in found])  # the kernels do not increment the versions
 
 
-class _Found(NamedTuple):
+class Found(NamedTuple):
     """A parameter with its gradient and the settings of its group."""
 
     param: Tensor

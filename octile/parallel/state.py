@@ -6,7 +6,8 @@
 
 A part is a view of consecutive rows of a parameter's dimension 0, so nothing is copied: the sum of the gradients is
 written into the part's rows of the gradient, and the weights are gathered in place. A parameter whose first dimension
-the ranks do not divide, such as a small norm, is updated as a whole by each rank, with the same bits.
+the ranks do not divide, such as a small norm, is updated as a whole by each rank, with the same bits. A part says how
+the rows of its parameter are divided (`row_shard`), for an optimizer that needs whole matrices.
 
 Experts that `octile.parallel.shard_experts` has cut are shared only by the ranks that have the same experts, the
 replicas. Their gradients are complete in each replica's tokens, and are summed over the replicas only.
@@ -38,6 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from octile.nn.moe import MoE
 from octile.optim.gradient import GradientNorm, norms_of
+from octile.optim.row_shards import RowShard
 from octile.parallel.experts import ExpertDispatcher
 
 # torch 2.13 gave them these names, and warns of the former ones
@@ -246,6 +248,8 @@ class ShardedState:
             starts = tuple(start + rank // n_cuts * n for rank, start in enumerate(starts))
             part_layout = Layout(starts, n, n_cuts * rows)
             part = nn.Parameter(weight.detach()[replica * n :][:n], weight.requires_grad)
+            assert ranks is not None
+            part.row_shard = RowShard((n,) * n_replicas, ranks)  # type: ignore[attr-defined]
         is_counted = part is not weight or replica == 0
         return _Shard(weight, part, ranks if n_replicas > 1 else None, weight_layout, part_layout, is_counted)
 

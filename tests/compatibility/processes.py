@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from octile.nn.conversion import apply_recipe
-from octile.optim import AdamW
+from octile.optim import AdamW, Muon, muon_groups
 
 RANKS = 2
 
@@ -30,8 +30,10 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int | None 
 
 
 def optimizer_of(kind: str, module: nn.Module) -> torch.optim.Optimizer:
-    """octile's AdamW or torch's, with the same settings."""
+    """octile's AdamW or Muon or torch's AdamW, with the same settings."""
     settings = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    if kind == "muon":
+        return Muon(muon_groups(module, 0.1), lr=1e-2)
     return (
         AdamW(module.parameters(), **settings)
         if kind == "octile"

@@ -11,13 +11,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from octile.nn import MLP, Linear, eager_kernels
 from octile.nn.conversion import apply_recipe, convert
 from octile.nn.eager_kernels import use_fused_kernels
-from octile.optim import AdamW
+from octile.optim import AdamW, Muon, muon_groups
 from octile.recipe import OptimizerFormats
 from tests.compatibility.processes import (
     assert_same_training,
@@ -33,7 +34,8 @@ from tests.worlds import Outcomes, Work
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     works = [ddp, fsdp_torch, fsdp_octile, bf16, saved_torch, saved_octile, frozen, too_late, inside, scaled, norms]
-    return Outcomes(tmp_path_factory, "data-parallel", [*works, parallelized_first])
+    muons = [fsdp_muon, saved_muon, columns]
+    return Outcomes(tmp_path_factory, "data-parallel", [*works, parallelized_first, *muons])
 
 
 def sharded() -> nn.Module:
@@ -72,7 +74,12 @@ def fsdp_octile(rank: int, folder: Path) -> None:
     _fsdp(rank, "octile")
 
 
-@pytest.mark.parametrize("work", [fsdp_torch, fsdp_octile])
+def fsdp_muon(rank: int, folder: Path) -> None:
+    """Of the 192 rows each process has 96; of a matrix of one row the second one has none."""
+    _fsdp(rank, "muon")
+
+
+@pytest.mark.parametrize("work", [fsdp_torch, fsdp_octile, fsdp_muon])
 def test_fsdp2_trains_as_one_process_does(work: Work, outcomes: Outcomes):
     outcomes.assert_passed(work)
 
@@ -120,7 +127,11 @@ def saved_octile(rank: int, folder: Path) -> None:
     _saved(rank, "octile", folder)
 
 
-@pytest.mark.parametrize("work", [saved_torch, saved_octile])
+def saved_muon(rank: int, folder: Path) -> None:
+    _saved(rank, "muon", folder)
+
+
+@pytest.mark.parametrize("work", [saved_torch, saved_octile, saved_muon])
 def test_dcp_restores_model_and_optimizer_bit_for_bit(work: Work, outcomes: Outcomes):
     outcomes.assert_passed(work)
 
@@ -201,6 +212,18 @@ def scaled(rank: int, folder: Path) -> None:
 
 def test_moments_with_a_scale_are_not_sharded(outcomes: Outcomes):
     outcomes.assert_passed(scaled)
+
+
+def columns(rank: int, folder: Path) -> None:
+    module = fully_shard(nn.Linear(128, 128), shard_placement_fn=lambda p: Shard(p.dim() - 1))
+    with pytest.raises(
+        ValueError, match=r"a parameter \[128, 128\] must be sharded along dimension 0, by one .* \[Shard"
+    ):
+        Muon(muon_groups(module, 0.1), lr=1e-2)
+
+
+def test_muon_refuses_matrices_whose_columns_are_sharded(outcomes: Outcomes):
+    outcomes.assert_passed(columns)
 
 
 PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from octile.nn import Gate, MoE
-from octile.optim import AdamW, clip_grad_norm_, param_groups
+from octile.optim import AdamW, Muon, clip_grad_norm_, muon_groups, param_groups
+from octile.optim.row_shards import MatrixOwners
 from octile.parallel import balance_gates, shard_experts
 from octile.parallel.state import ShardedState, collect
 from tests.worlds import run_cases
@@ -88,6 +89,56 @@ def check_training(spread: int, reduce: torch.dtype, device: str) -> None:
     copies = {name: world // len(set(state.part_layout(name).starts)) for name, _ in expected.named_parameters()}
     assert elements.item() == sum(copies[name] * p.numel() for name, p in expected.named_parameters())
     assert len(cut) > len(whole) > 0
+
+
+def check_muon(spread: int, device: str) -> None:
+    """Muon on the ranks has the steps of one process, on a CPU its bits; a rank computes whole matrices."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    whole, own, mesh = model(), model(), None
+    if spread > 1:
+        mesh = init_device_mesh(device, (world // spread, spread), mesh_dim_names=("replica", "expert"))
+        shard_experts(own, mesh.get_group("expert"))
+    state = ShardedState(own, mesh)
+    alone = Muon(muon_groups(whole, 0.1), lr=0.01)
+    optimizer = Muon(muon_groups(own, 0.1, state.parts), lr=0.01)
+    for step in range(STEPS):
+        of_step = gradients(whole, step)
+        for p, name in zip(whole.parameters(), of_step, strict=True):
+            p.grad = of_step[name].clone()
+        for name, part in state.parts.named_parameters():
+            part.grad = of_step[name][state.part_layout(name).rows_of(rank) if part.dim() else ...].to(part.device)
+        alone.step()
+        optimizer.step()
+        state.gather_weights()
+    for name, p in whole.named_parameters():
+        rows = state.weight_layout(name).rows_of(rank) if p.dim() else ...
+        mine, expected = own.get_parameter(name), p[rows]
+        # a GPU may have another kernel for a batch of fewer matrices
+        assert torch.equal(mine, expected) if device == "cpu" else torch.allclose(mine, expected, rtol=0, atol=1e-3), (
+            name
+        )
+    matrices = {p for g in optimizer.param_groups if g["use_muon"] for p in g["params"]}
+    divided = [p for p in matrices if p.dim() == 2 and hasattr(p, "row_shard")]
+    assert len(matrices) > len(divided) > 0
+
+
+def check_owners(device: str) -> None:
+    """Each matrix has one owner, also if ranks own none or have no rows, and the rows come back where they were."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for columns in ([3], [3, 5, 3, 1, 7]):
+        rows = [tuple((r + i) % world for r in range(world)) for i in range(len(columns))]  # of a rank none
+        torch.manual_seed(0)
+        wholes = [torch.randn(sum(n), k, device=device).bfloat16() for n, k in zip(rows, columns, strict=True)]
+        mine = [whole.split(n)[rank] for whole, n in zip(wholes, rows, strict=True)]
+        owners = MatrixOwners(rows, columns, dist.group.WORLD)
+        collected = owners.collect(mine)
+        assert all(torch.equal(found, wholes[i]) for i, found in zip(owners.own, collected, strict=True))
+        returned = owners.distribute([2 * whole for whole in collected], mine[0])
+        assert all(torch.equal(found, 2 * part) for found, part in zip(returned, mine, strict=True))
+        owned = torch.zeros(len(columns), device=device)
+        owned[owners.own] = 1
+        dist.all_reduce(owned)
+        assert owned.tolist() == [1] * len(columns)
 
 
 def check_versions() -> None:
@@ -274,6 +325,10 @@ def cases(world: int, device: str = "cpu") -> dict[str, object]:
         for spread in (1, 2, 4)
         if spread <= world
     }
+    found |= {
+        f"muon-{spread}": lambda spread=spread: check_muon(spread, device) for spread in (1, 2, 4) if spread <= world
+    }
+    found["owners"] = lambda: check_owners(device)
     found |= {"balance": lambda: check_balance(False), "balance-spread": lambda: check_balance(True)}
     return found | {
         "versions": check_versions,
