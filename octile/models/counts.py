@@ -26,6 +26,8 @@ KINDS = {  # of a parameter, by the first of these parts that its name contains
     ".gate.": "gate",
     ".mlp.": "dense MLP",
 }
+# kinds whose parameters are all matrices of hidden layers, which Muon updates
+HIDDEN_MATRICES = ("attention projections", "shared experts", "routed experts", "dense MLP", "MTP projection")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from octile.checkpoint.files import check_output_file
 from octile.checkpoint.hugging_face import CONFIG
@@ -56,6 +56,7 @@ class Options:
         batch_size: sequences of a step.
         micro_batch_size: sequences of a micro-batch on one rank.
         sequence_length: tokens of a sequence.
+        optimizer: adamw, or muon for the matrices of the layers (`octile train --optim.name`).
         scatter: how the GPUs' times differ from the planned ones: simulated if anything is given.
         out: the picture of the step to write, .svg or .png.
         trace: the Chrome trace of the step to write.
@@ -71,6 +72,7 @@ class Options:
     batch_size: Count | None = None
     micro_batch_size: Count | None = None
     sequence_length: Count | None = None
+    optimizer: Literal["adamw", "muon"] = "adamw"
     scatter: Scatter = field(default_factory=Scatter)
     out: Path = Path("plan/step.svg")
     trace: Path = Path("plan/trace.json")
@@ -159,10 +161,11 @@ def make_plan(options: Options) -> Result:
     published = cluster.published(options.preset) if cluster.gpus == whole else None
     length = min(Layout.sequence_length, model.max_position_embeddings)
     default = published or Layout(batch_size=SEQUENCES_PER_GPU * cluster.gpus, sequence_length=length)
+    default = replace(default, optimizer=options.optimizer)
     given = options.layout
     plan = None
     if published is not None and not given:
-        plan = plan_step(model, published, cluster)
+        plan = plan_step(model, default, cluster)
         if reason := why_not_fitting(plan.memory, cluster):
             raise ValueError(f"{published} does not fit: {reason}")
     with Console(stderr=True, quiet=options.json).status("planning layouts"):

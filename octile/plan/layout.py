@@ -42,6 +42,7 @@ class Layout:
         recompute: whether norms and attention's up-projections are recomputed in the backward pass.
         masters: "sharded": weights in BF16 on every rank, FP32 masters with the moments (ZeRO-1); "replicated": FP32
             weights on every rank, as `octile train` has them; the moments are sharded in both.
+        optimizer: "adamw", or "muon" for the matrices of the layers.
         spare_rows: rows of the experts' tensors that no token has, of those that tokens have.
         is_balanced: whether all experts get as many tokens; otherwise their loads differ as measured.
 
@@ -57,6 +58,7 @@ class Layout:
     sequence_length: Count = 4096
     recompute: bool = True
     masters: Literal["sharded", "replicated"] = "sharded"
+    optimizer: Literal["adamw", "muon"] = "adamw"
     spare_rows: Annotated[float, Range(at_least=0)] = 0.0
     is_balanced: bool = False
 
@@ -125,4 +127,5 @@ class Layout:
     def __str__(self) -> str:
         recomputed = "" if self.recompute else ", nothing recomputed"
         rows = f", {self.micro_batch_size} sequences at a time" if self.micro_batch_size > 1 else ""
-        return f"PP{self.pp} × EP{self.ep}, {self.schedule}{rows}{recomputed}"
+        optimizer = ", Muon" if self.optimizer == "muon" else ""
+        return f"PP{self.pp} × EP{self.ep}, {self.schedule}{rows}{recomputed}{optimizer}"

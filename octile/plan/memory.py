@@ -12,6 +12,7 @@ from octile.parallel.schedules import Schedule, held_activations
 from octile.plan.exchange import hit_probability
 from octile.plan.hardware import Cluster
 from octile.plan.layout import Layout
+from octile.plan.muon import MATRIX_MOMENT_BYTES, held_projection
 from octile.plan.stages import Stage
 from octile.plan.work import tiles
 
@@ -133,6 +134,10 @@ def _rank_bytes(
     parameters, dp = routed + quantized + rest, layout.dp(cluster)
     everywhere, shared = MASTER_BYTES[layout.masters]
     sharded = routed / (dp // layout.ep) + (quantized + rest) / dp
+    moments = MOMENT_BYTES * sharded
+    if layout.optimizer == "muon":
+        matrices = routed / (dp // layout.ep) + (quantized + held_projection(c, stages)) / dp
+        moments -= (MOMENT_BYTES - MATRIX_MOMENT_BYTES) * matrices
     parts = [part for stage in stages for part in stage.parts]
     dense, mixture = (saved_bytes(c, layout, is_moe) for is_moe in (False, True))
     saved = [
@@ -146,7 +151,7 @@ def _rank_bytes(
         "weights": everywhere * parameters,
         "FP8 weights": FP8_BYTES * (routed + quantized),
         "gradients": GRADIENT_BYTES * parameters,
-        "moments": (MOMENT_BYTES + shared) * sharded,
+        "moments": moments + shared * sharded,
         "activations": held
         * layout.micro_batch_tokens
         * sum(saved)

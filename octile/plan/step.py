@@ -12,6 +12,7 @@ from octile.parallel.schedules import Action, ActionType, Costs, Schedule, Simul
 from octile.plan.hardware import Cluster
 from octile.plan.layout import Layout
 from octile.plan.memory import GRADIENT_BYTES, MASTER_BYTES, held_parameters, memory_by_kind
+from octile.plan.muon import MATRIX_BYTES, held_projection, newton_schulz_flops
 from octile.plan.stages import Stage, make_stages
 
 OPTIMIZER_BYTES = {  # of a parameter: AdamW reads 12 and writes 8, the norm reads 4
@@ -34,7 +35,7 @@ class StepPlan:
         simulation: simulation of its schedule, in seconds.
         memory: bytes of the rank that needs most, by kind.
         reduction: seconds to sum gradients over the data-parallel ranks and to gather weights.
-        optimizer: seconds of AdamW, of the gradients' norm and of quantizing weights.
+        optimizer: seconds of AdamW or Muon, of the gradients' norm and of quantizing weights.
     """
 
     model: ModelConfig
@@ -229,6 +230,14 @@ def _end_of_step(
             network = cluster.network.bandwidth * e.network
             seconds += sizes * parameters / within * (nodes - 1) / nodes / network
     memory = cluster.gpu.memory_bandwidth
-    optimizer = OPTIMIZER_BYTES[layout.masters] * updated / (memory * e.optimizer)
+    optimizer = 0.0
+    if layout.optimizer == "muon":
+        own = [stages[stage] for stage in schedule.stages(rank)]
+        shares = routed * layout.ep / (dp * copies), (quantized + held_projection(c, own)) / (dp * copies)
+        updated -= sum(shares)
+        optimizer += MATRIX_BYTES * sum(shares) / (memory * e.copy)
+        flops = sum(each * share for each, share in zip(newton_schulz_flops(c), shares, strict=True))
+        optimizer += flops / (cluster.gpu.bf16_peak * e.bf16_gemm * e.gemm_in_step)
+    optimizer += OPTIMIZER_BYTES[layout.masters] * updated / (memory * e.optimizer)
     optimizer += QUANTIZED_BYTES * (routed + quantized) / (memory * e.quantize)
     return seconds, optimizer

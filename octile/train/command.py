@@ -73,7 +73,7 @@ SECTIONS = (
         ("steps", "tokens", "batch_size", "micro_batches", "seed"),
         ("initial_batch_size", "batch_ramp", "skip_limit", "deterministic"),
     ),
-    Section("optimizer", ("optim.lr",), ("optim",)),
+    Section("optimizer", ("optim.name", "optim.lr"), ("optim",)),
     Section("run folder", ("out", "resume", "checkpoint_every"), ("checkpoints",)),
     Section(
         "measurements",

@@ -33,9 +33,11 @@ DecayRate = Annotated[float, Range(at_least=0, below=1)]
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW, its schedule, and the balance of the experts.
+    """The optimizer, its schedule, and the balance of the experts.
 
     Attributes:
+        name: adamw, or muon: Muon for the matrices of the layers, also of each expert, and AdamW for embedding, head,
+            gates and norms, both with the same learning rate and weight decay.
         lr: the peak of the learning rate.
         warmup: share of the steps in which the learning rate rises to its peak.
         decay: share of the steps in which the learning rate falls along a cosine, at the end or before the tail.
@@ -43,8 +45,8 @@ class OptimConfig:
         tail: share of the steps after the cosine in which the learning rate stays there.
         last_tail: share of the steps after the tail, at the end, with another learning rate.
         last_lr: the learning rate in the last tail, as a share of the peak.
-        weight_decay: AdamW's decoupled weight decay.
-        betas: the decay rates of AdamW's two moments.
+        weight_decay: the decoupled weight decay.
+        betas: the decay rates of AdamW's two moments; Muon's momentum has 0.95.
         clip: the largest gradient norm; longer gradients are clipped to it.
         balance_speed: γ, by how much the bias of an expert changes in a step.
         balance_end: share of the steps after which γ is 0.
@@ -54,6 +56,7 @@ class OptimConfig:
         ema_decay: the decay of the moving average of the weights on the CPU; 0 computes no average.
     """
 
+    name: Literal["adamw", "muon"] = "adamw"
     lr: Annotated[float, Range(at_least=0, at_most=1_000_000)] = 2.2e-4
     warmup: Share = 0.05
     decay: Share = 0.4

@@ -31,13 +31,14 @@ import torch
 from torch import Tensor
 
 from octile.models.flops import bf16_peak, train_flops_per_token
-from octile.optim import EMA, AdamW, DynamicLossScale, param_groups
+from octile.optim import EMA, DynamicLossScale
 from octile.parallel.ranks import Ranks
 from octile.recipe import Recipe
 from octile.train.config import TrainConfig
 from octile.train.data.batches import Batches, PreparedBatches, validation_windows
 from octile.train.data.token_store import TokenStore
 from octile.train.evaluation.evaluator import Evaluator
+from octile.train.optimizer import make_optimizer
 from octile.train.run.metrics import Metrics
 from octile.train.run.state import TrainingState
 from octile.train.step.captured import CapturedStep
@@ -82,12 +83,7 @@ class Trainer:
         recipe = run_recipe(self.config, recipe)
         self.strategy = make_strategy(self.config, device, recipe, self.ranks)
         self.model, optim, on_gpu = self.strategy.model, config.optim, device.type == "cuda"
-        self.optimizer = AdamW(
-            param_groups(self.strategy.updated, optim.weight_decay),
-            lr=optim.lr,
-            betas=optim.betas,
-            formats=recipe.optimizer,
-        )
+        self.optimizer = make_optimizer(self.model, self.strategy.updated, optim, recipe.optimizer)
         self.loss_scale = DynamicLossScale() if recipe.loss_scale else None
         self.ema = EMA(self.strategy.updated, optim.ema_decay, self.optimizer) if optim.ema_decay else None
         self.progress = Progress(self.config)

@@ -5,8 +5,10 @@ from math import comb
 
 import pytest
 
-from octile.models.config import ModelConfig
+from octile.models.config import PRESETS, ModelConfig
 from octile.models.counts import count_parameters
+from octile.models.meta import meta_model
+from octile.optim import Muon, muon_groups
 from octile.plan.hardware import read_cluster
 from octile.plan.layout import Layout
 from octile.plan.memory import (
@@ -158,6 +160,30 @@ def test_each_kind_of_memory_of_data_parallel_ranks(masters, everywhere, shared)
             "working": working_bytes(TOY, layout, 2),
         }
     )
+
+
+@pytest.mark.parametrize("masters", ["sharded", "replicated"])
+def test_muon_has_one_moment_of_each_matrix_and_two_of_the_others(masters):
+    layout = replace(LAYOUT, ep=4, batch_size=64, masters=masters)
+    cluster = replace(CLUSTER, gpus=16)
+    stages = make_stages(TOY, layout, cluster)
+    routed, quantized, _ = held_parameters(TOY, layout, stages)
+    matrices = routed / 4 + (quantized + 2 * 256 * 256) / 16  # multi-token prediction projects pairs
+    adamw, muon = (
+        memory_by_kind(TOY, replace(layout, optimizer=name), cluster, layout.make_schedule(cluster), stages)
+        for name in ("adamw", "muon")
+    )
+    assert adamw["moments"] - muon["moments"] == pytest.approx(BF16 * matrices)
+    assert {k: v for k, v in adamw.items() if k != "moments"} == {k: v for k, v in muon.items() if k != "moments"}
+
+
+@pytest.mark.parametrize("preset", ["tiny", "v2_lite_16b", "v3_671b"])
+def test_the_moments_of_muon_on_one_gpu_are_those_of_the_optimizer(preset):
+    model = PRESETS[preset]()
+    layout = Layout(batch_size=1, sequence_length=32, masters="replicated", optimizer="muon")
+    stages = make_stages(model, layout, ONE)
+    found = memory_by_kind(model, layout, ONE, layout.make_schedule(ONE), stages)
+    assert found["moments"] == Muon(muon_groups(meta_model(model), 0.1), lr=1e-3).state_bytes()
 
 
 def test_a_pipeline_holds_activations_of_several_micro_batches():

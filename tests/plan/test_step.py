@@ -6,6 +6,7 @@ import pytest
 
 from octile.models.config import ModelConfig
 from octile.models.flops import train_flops_per_token
+from octile.models.meta import meta_model
 from octile.parallel.schedules import ActionType
 from octile.plan.hardware import read_cluster
 from octile.plan.layout import Layout
@@ -94,6 +95,26 @@ def test_gradients_and_weights_cross_nvlink_in_a_node_and_then_the_network():
         ends.append((reduction, adamw + quantize))
     assert (plan.reduction, plan.optimizer) == pytest.approx(max(ends, key=sum), rel=1e-12)
     assert plan.seconds == pytest.approx(plan.simulation.makespan + sum(max(ends, key=sum)), rel=1e-12)
+
+
+def test_muon_multiplies_matrices_and_reads_them_more_often_than_adamw():
+    layout, node = (
+        Layout(batch_size=8, sequence_length=32, masters="replicated", optimizer="muon"),
+        replace(CLUSTER, gpus=2, network=None),
+    )
+    plan, adamw = plan_step(TOY, layout, node), plan_step(TOY, replace(layout, optimizer="adamw"), node)
+    routed, quantized, _ = held_parameters(TOY, layout, plan.stages)
+    matrices = (routed + quantized + 2 * 256 * 256) / 2
+    flops = sum(
+        5 * (4 * min(m) ** 2 * max(m) + 2 * min(m) ** 3)
+        for p in meta_model(TOY).parameters()
+        for m in ([(192, 256)] * 2 * 16 if p.shape == (16, 384, 256) else [p.shape[-2:]] * (16 if p.dim() == 3 else 1))
+        if p.dim() > 1 and p.shape not in ((1000, 256), (16, 256))  # embedding and head, gates
+    )
+    gemms = flops / 2 / (CLUSTER.gpu.bf16_peak * EFFICIENCIES["bf16_gemm"] * EFFICIENCIES["gemm_in_step"])
+    moved = matrices / BANDWIDTH * (94 / EFFICIENCIES["copy"] - 24 / EFFICIENCIES["optimizer"])
+    assert plan.optimizer - adamw.optimizer == pytest.approx(gemms + moved)
+    assert plan.reduction == adamw.reduction
 
 
 def test_replicated_masters_are_gathered_in_fp32_and_updated_with_fewer_bytes():

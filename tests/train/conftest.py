@@ -94,7 +94,8 @@ ESTIMATES: dict[str, CpuNeed] = {}  # by all that they depend on
 
 def estimate_once(config: TrainConfig, ranks: Sequence[int] = (0,)) -> CpuNeed:
     """Estimate the memory of runs with the same settings once in all processes: it takes as long as three steps."""
-    sizes = config.batch_size, config.micro_batches, config.sequence_length, config.optim.ema_decay
+    optim = config.optim.name, config.optim.ema_decay
+    sizes = config.batch_size, config.micro_batches, config.sequence_length, *optim
     machine = kernels.can_multiply(), memory.MAX_TOKENS  # which tests change
     key = repr((config.load_recipe(), config.model, config.parallel, config.indexer_stage, *sizes, ranks, *machine))
     if key not in ESTIMATES:

@@ -209,7 +209,7 @@ def test_the_documented_options_are_the_published_schedule(ramp):
     for name, text in documented.items():
         assert f"{options[name]:.4g}" == text, name
     changed = {f"--optim.{f.name}".replace("_", "-") for f in fields(OptimConfig)}
-    same = {f"--optim.{name}" for name in ("weight-decay", "betas", "clip", "ema-decay")}
+    same = {f"--optim.{name}" for name in ("name", "weight-decay", "betas", "clip", "ema-decay")}
     assert documented.keys() == (changed - same) | {"--batch-ramp"}
 
 

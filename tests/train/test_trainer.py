@@ -123,6 +123,25 @@ def test_a_run_continues_from_its_saved_state_bit_for_bit(new_trainer, tmp_path,
         assert torch.equal(t, resumed.model.state_dict()[name]), name
 
 
+def test_a_run_with_muon_continues_from_its_saved_state_bit_for_bit(new_trainer, tmp_path):
+    straight, resumed = (new_trainer(optim=replace(micro().optim, name="muon")) for _ in range(2))
+    run(straight, 2)
+    path = save_checkpoint(tmp_path, 2, *straight.state())
+    expected = run(straight, 2)
+    resumed.load(*load_checkpoint(path))
+    assert run(resumed, 2) == expected
+    assert all(torch.equal(t, resumed.model.state_dict()[name]) for name, t in weights(straight).items())
+
+
+def test_muon_updates_all_but_embedding_head_gates_and_norms(new_trainer):
+    trainer = new_trainer(optim=replace(micro().optim, name="muon"))
+    run(trainer, 1)
+    state = trainer.optimizer.state
+    others = {name for name, p in trainer.model.named_parameters() if "momentum_buffer" not in state[p]}
+    gates = {f"model.layers.{layer}.mlp.gate.weight" for layer in (1, 2)}
+    assert {n for n in others if "norm" not in n} == {"model.embed_tokens.weight", "lm_head.weight", *gates}
+
+
 SCHEDULED = {  # of 10 steps: ramp 0–3, warm-up 0, constant 1–3, cosine 4–5, tail 6–7, last tail 8–9
     "steps": 10,
     "initial_batch_size": 1,

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octile.models.counts import count_parameters
+from octile.models.counts import HIDDEN_MATRICES, count_parameters
 from octile.recipe import Recipe
 from octile.train.config import TrainConfig
 from octile.train.memory.cpu import estimate_need
@@ -130,7 +130,12 @@ def min_memory(config: TrainConfig) -> int:
         return parameters * FP8_LM_BYTES_PER_PARAMETER
     experts = sum(count.get("routed experts", 0) for count in (counts.main, counts.mtp))
     held = parameters - experts + experts // parallel.ep
-    all_bytes = held * (BYTES_PER_PARAMETER - MOMENTS_BYTES) + parameters * MOMENTS_BYTES // parallel.dp
+    moments = MOMENTS_BYTES * parameters
+    if config.optim.name == "muon":  # one moment of matrices
+        moments -= (
+            MOMENTS_BYTES // 2 * sum(c.get(kind, 0) for c in (counts.main, counts.mtp) for kind in HIDDEN_MATRICES)
+        )
+    all_bytes = held * (BYTES_PER_PARAMETER - MOMENTS_BYTES) + moments // parallel.dp
     schedule = make_pipeline_schedule(config)
     return all_bytes if schedule is None else all_bytes * len(schedule.stages(0)) // schedule.n_stages
 
@@ -307,11 +312,7 @@ def _measure_sequence(trainer: Trainer, tokens_BS: Tensor) -> tuple[int, int]:
 
 def _missing_moments(trainer: Trainer) -> int:
     """Bytes of optimizer state that the first step is going to allocate; 0 after it."""
-    if trainer.optimizer.state:
-        return 0
-    bytes_each = trainer.optimizer.bytes_per_parameter()
-    per_parameter = bytes_each["exp_avg"] + bytes_each["exp_avg_sq"]
-    return int(per_parameter * sum(p.numel() for p in trainer.model.parameters()))
+    return 0 if trainer.optimizer.state else trainer.optimizer.state_bytes()
 
 
 def _gb(n: float) -> str:

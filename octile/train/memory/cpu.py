@@ -35,16 +35,18 @@ from octile.ops.matmul import matmul_nt, matmul_nt_out
 from octile.ops.sparse_attention import sparse_attention_with_lse
 from octile.ops.sparse_attention_backward import sparse_attention_backward
 from octile.ops.sparse_attention_weights import sparse_attention_weights
-from octile.optim import AdamW, param_groups
+from octile.optim import AdamW, Muon, muon_groups
 from octile.optim.state import has_scales
 from octile.parallel.schedules import held_activations
 from octile.recipe import OptimizerFormats
 from octile.train.config import TrainConfig
+from octile.train.optimizer import make_optimizer
 from octile.train.strategy.pipelined_model import make_pipeline_schedule
 
 RESERVE = 400 * 10**6  # bytes of a process: libraries that are loaded later, data preparation, reports
 TRANSIENT_FACTOR = 1.3  # memory of a pass on a CPU, over the tensors that are counted
 STAGES_FACTOR = 2.1  # the same on a rank with several stages, whose tensors of other sizes leave more gaps
+EXCHANGE_BYTES = 8  # of a matrix's element in Muon's exchange: rows and whole matrices in BF16, there and back
 BYTES_PER_TOKEN = 24  # of a step's batch: position, token, and a copy of the micro-batch
 MAX_TOKENS = 2**20  # of the counted batch; a larger one is computed from it
 # operators whose references have large tensors, such as a matrix of scores that grows with the square of the sequence,
@@ -120,10 +122,8 @@ def estimate_need(config: TrainConfig, ranks: Sequence[int] = (0,)) -> CpuNeed:
     apply_recipe(whole, recipe)  # which keeps the weights
     if config.indexer_stage == "warm_up":
         whole.warm_up_indexers(True)
-    optimizer = AdamW(param_groups(whole, 0.0), lr=0.0, formats=recipe.optimizer)
+    optimizer = make_optimizer(whole, whole, config.optim, recipe.optimizer)
     optimizer.step()  # without gradients; quantized weights are cached from the first step on
-    each = optimizer.bytes_per_parameter()
-    moments = each["exp_avg"] + each["exp_avg_sq"] + (0 if recipe.optimizer.master == "float32" else each["master"])
 
     counted = min(config.micro_batch_size, max(MAX_TOKENS // config.sequence_length, 1))
     tokens_BS = torch.empty(counted, config.sequence_length, dtype=torch.int64, device="meta")
@@ -136,7 +136,8 @@ def estimate_need(config: TrainConfig, ranks: Sequence[int] = (0,)) -> CpuNeed:
         stages = (0,) if schedule is None else schedule.stages(pipeline_rank)
         model, own = with_stages(whole, n_stages, stages), _nbytes(with_stages(share, n_stages, stages))
         average = own // parallel.dp if config.optim.ema_decay else 0
-        own_state = int(moments * sum(p.numel() for p in model.parameters())) // parallel.dp
+        optimizer = make_optimizer(model, model, config.optim, recipe.optimizer)
+        own_state = optimizer.state_bytes() // parallel.dp
         weights += 2 * own + average
         gradients += sum(passes[stage].stays for stage in stages) * own // _nbytes(model)
         state += own_state
@@ -152,7 +153,7 @@ def estimate_need(config: TrainConfig, ranks: Sequence[int] = (0,)) -> CpuNeed:
         gradients=gradients,
         optimizer=state,
         checkpoint=checkpoint,
-        update=_count_update(whole, recipe.optimizer),
+        update=len(ranks) * _count_update(whole, config, recipe.optimizer),
         data=len(ranks) * config.batch_size // parallel.dp * config.sequence_length * BYTES_PER_TOKEN,
         sequence=int(in_flight / counted),
         at_once=config.micro_batch_size,
@@ -195,11 +196,14 @@ def _count_passes(model: DeepseekV3, n_stages: int, tokens_BS: Tensor, micro_bat
     return found
 
 
-def _count_update(model: nn.Module, formats: OptimizerFormats) -> int:
-    """Count the bytes that the optimizer's step takes in addition, on the meta device.
+def _count_update(model: nn.Module, config: TrainConfig, formats: OptimizerFormats) -> int:
+    """Count the bytes that the optimizer's step takes in addition on a rank, on the meta device.
 
     Formats with a scale are converted a whole tensor at a time, so that the largest one decides; others in small parts.
+    Muon's batches are those of one rank; several ranks also have buffers for the rows that they exchange.
     """
+    if config.optim.name == "muon":
+        return _count_muon(model, config)
     if not has_scales(formats):
         return 0
     largest = nn.Parameter(torch.empty_like(max(model.parameters(), key=Tensor.numel)))
@@ -209,6 +213,19 @@ def _count_update(model: nn.Module, formats: OptimizerFormats) -> int:
     with LiveTensors([largest]) as live:
         optimizer.step(skip=skip, gradient_scale=factor)
     return live.peak - live.now
+
+
+def _count_muon(model: nn.Module, config: TrainConfig) -> int:
+    matrices = [g for g in muon_groups(model, 0.0) if g["use_muon"]]
+    parameters = [p for group in matrices for p in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    optimizer = Muon(matrices, lr=0.0)
+    factor, skip = (torch.empty((), dtype=dtype, device="meta") for dtype in (torch.float32, torch.bool))
+    with LiveTensors([t for p in parameters for t in (p, p.grad)]) as live:
+        optimizer.step(skip=skip, gradient_scale=factor)
+    exchanged = 0 if config.parallel.dp == 1 else sum(p.numel() for p in parameters if p.dim() == 2)
+    return live.peak - live.now + EXCHANGE_BYTES * exchanged // config.parallel.dp
 
 
 class _Form(NamedTuple):

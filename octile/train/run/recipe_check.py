@@ -20,9 +20,8 @@ def check_recipe(config: TrainConfig) -> None:
 
     Raises:
         ValueError: there is no such recipe, or an exception of it matches no layer. It is batch-invariant, and the
-            data are examples. There are several ranks, and the
-            optimizer's state has one scale for a whole tensor; or a size of the model is one that the recipe's
-            functions do not take.
+            data are examples. There are several ranks, or the optimizer is Muon, and the optimizer's state has one
+            scale for a whole tensor; or a size of the model is one that the recipe's functions do not take.
         FileNotFoundError: the recipe's file does not exist.
     """
     recipe = config.load_recipe()
@@ -30,6 +29,10 @@ def check_recipe(config: TrainConfig) -> None:
         raise ValueError(
             f"recipe {config.recipe} needs one rank, not {config.parallel.describe()}: its gradients and moments have "
             "one scale for a whole tensor, of which a rank has a part"
+        )
+    if config.optim.name == "muon" and has_scales(recipe.optimizer):
+        raise ValueError(
+            f"optim.name must be adamw with recipe {config.recipe}, not muon: Muon has no moments with a scale"
         )
     if is_examples(config.data) and recipe.batch_invariant:
         raise ValueError(

@@ -102,7 +102,9 @@ class StepComputation:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         factor = clip_factor(result.values[self._n_losses], self._clip)
+        self._strategy.ranks.begin("update of the weights")  # for which ranks may exchange rows
         self._optimizer.step(skip=result.skip, gradient_scale=factor)
+        self._strategy.ranks.begin("")
         self._strategy.finish_update(gathers=not self.is_ahead)
         end_step(self._strategy.model, result.skip)
         speed = torch.where(result.skip, 0.0, self._progress.balance_speed())

@@ -63,7 +63,7 @@ class ShardedStrategy(Strategy):
         self.shards = self._make_shards()
         self.rank, self.size = self.shards.rank, self.shards.size
         self.updated = self.shards.parts
-        self.layout = StateLayout(self.model, self.names, self.shards, ranks)
+        self.layout = StateLayout(self.model, self.names, config.optim, self.shards, ranks)
         self._stop_is_agreed = False
 
     def _own_experts(self) -> AbstractContextManager[object]:

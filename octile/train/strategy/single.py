@@ -96,11 +96,11 @@ class Strategy:
         if config.indexer_stage == "warm_up":
             for model in (self.model, self.whole):
                 model.warm_up_indexers(True)
-        self.names = ModelNames.of(self.whole)
+        self.names = ModelNames.of(self.whole, config.optim)
         self.loss_parts = (*LOSS_PARTS, "indexer") if config.model.has_indexer else LOSS_PARTS
         self.expert_share: ExpertShare | None = None
         self.updated: nn.Module = self.model
-        self.layout = StateLayout(self.model, self.names, None, ranks)
+        self.layout = StateLayout(self.model, self.names, config.optim, None, ranks)
         self.moes = self.model.moe_layers()
 
     # Preparation
@@ -134,7 +134,9 @@ class Strategy:
             apply_recipe(self.model, recipe)
             return
         apply_recipe(self.whole, recipe)
-        converted = set(ModelNames.of(self.whole).converted) & {name for name, _ in self.model.named_modules()}
+        converted = set(ModelNames.of(self.whole, self.config.optim).converted) & {
+            name for name, _ in self.model.named_modules()
+        }
         exceptions = [e for e in recipe.exceptions if any(fnmatchcase(name, e[0]) for name in converted)]
         apply_recipe(self.model, replace(recipe, exceptions=tuple(exceptions)))
         self.model.conversion_summary = self.whole.conversion_summary

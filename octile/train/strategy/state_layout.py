@@ -16,10 +16,11 @@ from torch import Tensor
 
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.delayed_scaling import amax_histories
-from octile.optim import param_groups
 from octile.parallel.ranks import Ranks
 from octile.parallel.state import Layout, ShardedState, collect
 from octile.recipe import Recipe
+from octile.train.config import OptimConfig
+from octile.train.optimizer import make_groups
 from octile.train.run.best_model import PREFIX
 
 if TYPE_CHECKING:
@@ -46,12 +47,12 @@ class ModelNames(NamedTuple):
     converted: Sequence[str]
 
     @classmethod
-    def of(cls, model: DeepseekV3) -> ModelNames:
-        """The names of a model, to which a recipe was applied."""
+    def of(cls, model: DeepseekV3, optim: OptimConfig) -> ModelNames:
+        """The names of a model, to which a recipe was applied, with an optimizer."""
         name_of = {parameter: name for name, parameter in model.named_parameters()}
         return cls(
             tuple(name_of.values()),
-            tuple(name_of[p] for group in param_groups(model, 0.0) for p in group["params"]),
+            tuple(name_of[p] for group in make_groups(model, model, optim) for p in group["params"]),
             tuple(model.state_dict()),
             tuple(amax_histories(model)),
             tuple(model.moe_layers()),
@@ -65,14 +66,17 @@ class StateLayout:
     Args:
         model: the model of this rank.
         names: the names of the whole model, of which this rank may have some.
+        optim: the optimizer.
         shards: the parts of this rank's parameters; None: there is one rank.
         ranks: the ranks of the run.
     """
 
-    def __init__(self, model: DeepseekV3, names: ModelNames, shards: ShardedState | None, ranks: Ranks):
+    def __init__(
+        self, model: DeepseekV3, names: ModelNames, optim: OptimConfig, shards: ShardedState | None, ranks: Ranks
+    ):
         self._model, self._shards, self._ranks = model, shards, ranks
         self._rank = 0 if shards is None else shards.rank
-        own = ModelNames.of(model)
+        self._own = own = ModelNames.of(model, optim)
         self._numbers = [names.updated.index(name) for name in own.updated]
         self._own_numbers = {number: index for index, number in enumerate(self._numbers)}
         whole, here = (
@@ -109,7 +113,7 @@ class StateLayout:
         for name, _ in self._model.named_parameters():
             found[f"model.{name}"] = found[f"best.{name}"] = self._shards.weight_layout(name)
             found[f"ema.{name}"] = self._shards.part_layout(name)
-        for number, name in zip(self._numbers, ModelNames.of(self._model).updated, strict=True):
+        for number, name in zip(self._numbers, self._own.updated, strict=True):
             found[f"optimizer.{number}"] = self._shards.part_layout(name)
         return found
 

@@ -38,6 +38,14 @@ def test_ranks_share_moments_and_spread_experts(monkeypatch):
     check_memory(replace(config, parallel=ParallelConfig(dp=8, ep=4)), GPU)
 
 
+def test_muons_state_needs_less(monkeypatch):
+    monkeypatch.setattr(memory, "device_memory", lambda device: 160 * 10**9)
+    config = preset("v2_lite_16b")
+    with pytest.raises(ValueError, match="needs at least"):  # 12 bytes for each of 15.7B parameters
+        check_memory(config, GPU)
+    check_memory(replace(config, optim=replace(config.optim, name="muon")), GPU)  # 10 for nearly all
+
+
 def test_fp8_optimizer_states_need_less(monkeypatch):
     monkeypatch.setattr(memory, "device_memory", lambda device: 100 * 10**9)
     config = preset("v2_lite_16b")

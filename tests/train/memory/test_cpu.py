@@ -9,10 +9,12 @@ from octile.kernels import cpu
 from octile.models.counts import count_parameters
 from octile.models.meta import meta_model
 from octile.ops.matmul import matmul_nt
+from octile.optim import muon_update
 from octile.train.config import ParallelConfig, TrainConfig, preset
 from octile.train.memory import check as memory
 from octile.train.memory import cpu as cpu_memory
 from octile.train.memory.check import check_memory
+from octile.train.trainer import Trainer
 from tests.train.conftest import MICRO, micro
 from tests.train.conftest import estimate_once as estimate_need
 
@@ -193,6 +195,30 @@ def test_ranks_share_moments_spread_experts_and_the_batch():
     spread = alone.weights - 8 * ROUTED // 2
     assert (need.weights, need.optimizer, need.data) == (spread, alone.optimizer // 4, alone.data // 4)
     assert (need.at_once, need.collected) == (2, alone.weights // 2)
+
+
+def with_muon(config: TrainConfig) -> TrainConfig:
+    return replace(config, optim=replace(config.optim, name="muon"))
+
+
+def test_muons_state_is_that_of_a_trained_optimizer(store):
+    config = with_muon(micro(recipe="float32"))
+    trainer = Trainer(config, store, CPU)
+    trainer.step()
+    state = trainer.optimizer.state.values()
+    stored = sum(t.nbytes for of_one in state for name, t in of_one.items() if name != "step")
+    assert estimate_need(config).optimizer == stored == trainer.optimizer.state_bytes()
+
+
+def test_an_update_by_muon_takes_the_tensors_of_a_batch_of_matrices_and_on_several_ranks_of_an_exchange(monkeypatch):
+    assert estimate_need(micro()).update == 0
+    config = with_muon(micro(batch_size=8))
+    alone = estimate_need(config).update
+    assert alone > 2 * 4 * ROUTED // 3  # a batch of matrices in BF16, and more
+    sharded = replace(config, parallel=ParallelConfig(dp=2))
+    assert estimate_need(sharded, [0]).update > alone
+    monkeypatch.setattr(muon_update, "BATCH", 1)
+    assert cpu_memory.estimate_need(config).update < alone / 2
 
 
 def pipeline(schedule: str, micro_batches: int = 4, pp: int = 2) -> TrainConfig:

@@ -17,7 +17,7 @@ from octile.checkpoint.hugging_face import save
 from octile.nn.delayed_scaling import amax_histories
 from octile.parallel.ranks import Ranks, join, leave
 from octile.recipe import Recipe
-from octile.train.config import ParallelConfig, TrainConfig
+from octile.train.config import OptimConfig, ParallelConfig, TrainConfig
 from octile.train.data.token_store import TokenStore
 from octile.train.memory.saved_activations import saving_activations
 from octile.train.run.best_model import BestModel
@@ -80,10 +80,12 @@ def check_equal_run(store: TokenStore, ranks: Ranks, schedule: str, dp: int = 1,
     check_same_state(own, alone)
 
 
-def check_moved_run(store: TokenStore, ranks: Ranks, schedule: str, dp: int = 1, ep: int = 1) -> None:
+def check_moved_run(
+    store: TokenStore, ranks: Ranks, schedule: str, dp: int = 1, ep: int = 1, optim: OptimConfig = AVERAGED
+) -> None:
     """A checkpoint with a best model goes from one process to the pipeline and back, which continue alike."""
     folder = Path(ranks.from_first(tempfile.mkdtemp, str))
-    alone, own = trainers(store, ranks, schedule, dp, ep, optim=AVERAGED, recipe="delayed", val_sequences=2)
+    alone, own = trainers(store, ranks, schedule, dp, ep, optim=optim, recipe="delayed", val_sequences=2)
     steps_of_one_process(ranks, alone, 2)
     tensors, state = alone.state()
     best = BestModel(alone.model)
@@ -104,7 +106,7 @@ def check_moved_run(store: TokenStore, ranks: Ranks, schedule: str, dp: int = 1,
     tensors, state = own.state()
     checkpoints.save(3, own.strategy.layout.chunks(tensors), state)
     after = steps(own, 1)  # while it is written
-    again = of_one_process(store, ranks, optim=AVERAGED, recipe="delayed")
+    again = of_one_process(store, ranks, optim=optim, recipe="delayed")
     again.load(*load_checkpoint(checkpoints.latest()))
     check_close(after, steps_of_one_process(ranks, again, 1), rtol=2e-2, atol=0.0)
     checkpoints.close()
@@ -305,6 +307,7 @@ def cases(world: int) -> dict[str, object]:
         **{f"equal_run-{name}": partial(check_equal_run, schedule=name) for name in SCHEDULES},
         "differing_copies": check_differing_copies,
         "moved-1f1b": lambda s, r: check_moved_run(s, r, "1f1b"),
+        "muon-1f1b": lambda s, r: check_moved_run(s, r, "1f1b", optim=replace(AVERAGED, name="muon")),
         "deepseek_v3-zb1p": lambda s, r: check_fp8(s, r, "deepseek_v3", "zb1p"),
         "delayed-dualpipe": lambda s, r: check_fp8(s, r, "delayed", "dualpipe"),
         "measurements": check_measurements,

@@ -51,6 +51,7 @@ SLOW = replace(micro().optim, lr=3e-4)
 CLOSE, SAME = ("loss", "main_loss", "mtp_loss", "balance_loss", "grad_norm"), ("step", "lr", "tokens", "skipped")
 COMPARED = {*CLOSE, *SAME, "indexer_loss"}
 SETTINGS = {"recipe": "float32", "steps": 40, "batch_size": 8, "micro_batches": 2, "val_sequences": 3}
+MUON = replace(micro().optim, name="muon")
 
 SHORT = {"batch_size": 4, "micro_batches": 1, "sequence_length": 16}  # Triton's interpreter is slow
 
@@ -182,6 +183,36 @@ def check_moved_run(store: TokenStore, ranks: Ranks, ep: int) -> None:
     again = Trainer(alone.config, store, device_of(ranks))
     again.load(*load_checkpoint(checkpoints.latest()))
     check_close(steps_after, steps_of_one_process(ranks, again, 2), **EXACT)
+    checkpoints.close()
+    dist.barrier()
+    ranks.from_first(lambda: shutil.rmtree(folder))
+
+
+def check_muon(store: TokenStore, ranks: Ranks, ep: int) -> None:
+    """A checkpoint of Muon goes from one process to the ranks and back, and both continue alike.
+
+    Newton–Schulz runs in BF16, and makes more of the difference between sums in another order.
+    """
+    folder = Path(ranks.from_first(tempfile.mkdtemp, str))
+    alone, own = trainers(store, ranks, ep, optim=MUON)
+    steps_of_one_process(ranks, alone, 2)
+    single = ranks.from_first(lambda: save_checkpoint(folder / "single", 2, *alone.state()), Path)
+    checkpoint = ShardedCheckpoint(single)
+    own.load(own.strategy.layout.own_rows(checkpoint), checkpoint.state)
+    same, of_alone = own.strategy.layout.whole(own.state()[0]), alone.state()[0]
+    if ranks.is_first:
+        assert any(name.endswith("momentum_buffer") for name in same)
+        assert [name for name, tensor in of_alone.items() if not torch.equal(same[name], tensor)] == []
+    lines = steps(own)
+    check_close(lines, steps_of_one_process(ranks, alone), rtol=2e-4, atol=0.0)
+    check_same_everywhere(own, lines)
+    checkpoints = DistributedCheckpoints(folder / "sharded")
+    tensors, state = own.state()
+    checkpoints.save(5, own.strategy.layout.chunks(tensors), state)
+    after = steps(own, 1)  # while it is written
+    again = Trainer(alone.config, store, device_of(ranks))
+    again.load(*load_checkpoint(checkpoints.latest()))
+    check_close(after, steps_of_one_process(ranks, again, 1), **EXACT)
     checkpoints.close()
     dist.barrier()
     ranks.from_first(lambda: shutil.rmtree(folder))
@@ -492,7 +523,7 @@ def check_captured(
     store: TokenStore, ranks: Ranks, recipe: str, ep: int = 1, exchange: str = "all_to_all", **changes
 ) -> None:
     """Steps that are captured with their collectives have the losses of one GPU."""
-    alone, own = trainers(store, ranks, ep, {"exchange": exchange}, recipe=recipe, optim=SLOW, **changes)
+    alone, own = trainers(store, ranks, ep, {"exchange": exchange}, recipe=recipe, **{"optim": SLOW, **changes})
     lines = steps(own, WARM_UP_STEPS + 2)
     for _ in range(4):  # each gathers the weights of the one before
         own.launch()
@@ -532,6 +563,7 @@ def gpu_cases() -> dict[str, object]:
     return {
         "captured-bf16": lambda s, r: check_captured(s, r, "bf16"),
         "captured-deepseek_v3": lambda s, r: check_captured(s, r, "deepseek_v3"),
+        "captured-muon": lambda s, r: check_captured(s, r, "deepseek_v3", optim=replace(SLOW, name="muon")),
         "captured-delayed": lambda s, r: check_captured(s, r, "delayed"),
         "spread-all_to_all": lambda s, r: check_captured(s, r, "deepseek_v3", 2),
         "spread-symmetric_memory": lambda s, r: check_captured(s, r, "deepseek_v3", 2, "symmetric_memory"),
@@ -579,6 +611,8 @@ def cases(world: int) -> dict[str, object]:
         "moved-2-2": lambda s, r: check_moved_run(s, r, 2),
         "indexers-warm_up": lambda s, r: check_indexers(s, r, "warm_up"),
         "indexers-sparse": lambda s, r: check_indexers(s, r, "sparse"),
+        "muon-1": lambda s, r: check_muon(s, r, 1),
+        "muon-2": lambda s, r: check_muon(s, r, 2),
         "ramp": check_ramp,
         "collected-float32": lambda s, r: check_collected(s, r, 1),
         "collected-deepseek_v3": lambda s, r: check_collected(s, r, 2, recipe="deepseek_v3"),
