@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from octile.nn.conversion import apply_recipe
 from octile.nn.fused import quantize as fused_quantize
 from octile.nn.linear import Linear
-from octile.optim import AdamW
+from octile.optim import AdamW, Muon, muon_groups
 from tests.models_of_transformers import small_model
 
 TOKENS = torch.randint(160, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -45,6 +45,18 @@ def test_accelerate_trains_as_a_loop_does():
     expected = losses(alone, AdamW(alone.parameters(), lr=1e-2))
     model, optimizer = accelerator.prepare(prepared, AdamW(prepared.parameters(), lr=1e-2))
     assert losses(model, optimizer, accelerator.backward) == expected
+
+
+def test_muon_trains_a_converted_mixture():
+    torch.manual_seed(0)
+    model = apply_recipe(small_model("qwen3_moe"))
+    groups = muon_groups(model, 0.1)
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    kinds = [{name_of[p].removesuffix(".weight").split(".")[-1] for p in group["params"]} for group in groups]
+    experts = {"gate_up_proj", "down_proj"}
+    assert kinds[:2] == [experts | {f"{name}_proj" for name in "qkvo"}, {"embed_tokens", "gate", "lm_head"}]
+    found = losses(model, Muon(groups, lr=1e-2))
+    assert found[-1] < found[0] - 1
 
 
 @pytest.mark.parametrize("first", ["convert", "peft"])
