@@ -110,6 +110,7 @@ SCANS: dict[str, dict[str, Any]] = {
     "initial-0.04": {"initializer_range": 0.04},
     "double-rate": {"lr": 2 * PEAK_RATES["30m"]},
     "short-warmup": {"warmup": 0.01},
+    "muon": {"name": "muon"},
 }
 SCAN_SEEDS = range(2)
 

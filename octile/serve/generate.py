@@ -23,7 +23,7 @@ def generate_from(
 ) -> Iterator[str]:
     """Generate text with the model and the tokenizer of a run folder or a Hugging Face folder.
 
-    The model reads the prompt, after what its tokenizer begins texts with. An empty prompt lets it begin a text.
+    The prompt's tokens follow those that its tokenizer begins texts with. An empty prompt lets the model begin a text.
 
     Args:
         folder: folder of the model, or the opened one, whose `Folder.sampling` has the model's defaults.
