@@ -29,7 +29,7 @@ from octile.checkpoint.hugging_face import has_fp8_weights, read_model_config
 from octile.formats import BLOCK
 
 ENGINE_SECONDS = 900.0  # for all cases of a setting; the first start on a machine has taken 228 s
-START_SECONDS = 600.0  # until a server answers
+START_SECONDS = 1200.0  # until a server answers; the first start on a machine has taken 8 minutes
 END_SECONDS = 30.0  # after SIGTERM; then it is killed
 TAIL = 15  # lines of a process that an error shows
 MEMORY_SHARE = 0.85  # of the GPU, some of which octile's own process holds
