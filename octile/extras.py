@@ -11,6 +11,9 @@ EXTRAS = {  # extra: the part of octile that needs it, as the subject of an erro
     "report": "octile's reports need",
     "lab": "octile's numerics lab needs",
     "serve": "octile's server needs",
+    "tensorboard": "log tensorboard needs",
+    "wandb": "log wandb needs",
+    "mlflow": "log mlflow needs",
     "cuda": "octile's CUDA and Triton kernels need",
 }
 

@@ -28,7 +28,6 @@ Work = Callable[[int, Path], None]
 # what most ranks and processes import in the end, and which takes seconds
 PRELOADED = (
     "torch._dynamo",
-    "torch.utils.tensorboard",
     "octile.checkpoint.distributed",
     "octile.serve.disaggregated.router",
     "octile.serve.http.serve_folder",

@@ -52,7 +52,7 @@ import sys
 import torch
 print("python", sys.version.split()[0], "torch", torch.__version__, torch.cuda.get_device_name())
 needed = {"tests": "pytest xdist pytest_timeout hypothesis", "kernels": "triton cuda.bindings", "roofline": "matplotlib",
-          "train": "rich tokenizers tensorboard jinja2 filelock matplotlib safetensors"}
+          "train": "rich tokenizers jinja2 filelock matplotlib safetensors"}
 for stage, names in needed.items():
     missing = [name for name in names.split() if not (find_spec(name.split(".")[0]) and find_spec(name))]
     print(f"{stage}: {'missing ' + ', '.join(missing) if missing else 'all there'}")

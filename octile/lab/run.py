@@ -44,7 +44,7 @@ from octile.train.trainer import Trainer
 def observer(config: TrainConfig) -> RunHook:
     """Return the observer that `octile train` enters around every step: it measures, records, and applies rules.
 
-    Rows are written to RUN/telemetry.jsonl and TensorBoard ("telemetry/LAYER/PRODUCT_OPERAND_STATISTIC"). Events of
+    Rows are written to RUN/telemetry.jsonl and the loggers ("telemetry/LAYER/PRODUCT_OPERAND_STATISTIC"). Events of
     rules are written to the log and, as {"step", "guard": {…}}, to metrics.jsonl. A resumed run restores which GEMMs
     were switched to high precision, which captures are due, and since when conditions of rules have held.
 
@@ -128,11 +128,12 @@ class _RunObserver:
             return
         with self.run.telemetry_file.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+        values: dict[str, float] = {}
         for row in rows:
             prefix = f"telemetry/{row['layer']}/{row['product']}" + (f"_{row['operand']}" if "operand" in row else "")
-            for name, value in row.items():
-                if name != "step" and isinstance(value, int | float):
-                    self.metrics.draw(f"{prefix}_{name}", value, row["step"])
+            numbers = {name: row[name] for name in row if name != "step" and isinstance(row[name], int | float)}
+            values |= {f"{prefix}_{name}": number for name, number in numbers.items()}
+        self.metrics.draw(values, rows[0]["step"])
 
     def _act(self, event: Event) -> None:
         log.warning("%s", event)

@@ -181,7 +181,9 @@ def metavar_of(annotation: Any) -> str:
     kinds = [kind for kind in members(annotation) if kind is not type(None)]
     if get_origin(kinds[-1]) is tuple:
         items = [item for item in get_args(kinds[-1]) if item is not Ellipsis]
-        return " ".join(map(metavar_of, items)) + (f" [{metavar_of(items[0])} ...]" if len(kinds) > 1 else "")
+        return " ".join(map(metavar_of, items)) + (
+            f" [{metavar_of(items[0])} ...]" if len(members(annotation)) > 1 else ""
+        )
     if get_origin(kinds[0]) is Literal:
         return f"{{{','.join(map(str, get_args(kinds[0])))}}}"
     return METAVARS[kinds[0]]

@@ -47,7 +47,7 @@ SECTIONS = (
     Section("task", ("model", "prompts", "reward")),
     Section("sampling", ("prompts_per_step", "group_size", "max_new_tokens", "seed")),
     Section("steps", ("steps", "lr", "kl_coefficient"), ("updates", "clip", "importance_limit", "micro_batches")),
-    Section("run folder", ("out", "resume", "checkpoint_every")),
+    Section("run folder", ("out", "resume", "checkpoint_every", "log")),
     Section("devices", ("device",), ("deterministic",)),
 )
 

@@ -11,13 +11,21 @@ from typing import Annotated, Any, Literal
 
 from octile.command_text import quoted_path
 from octile.tokenizer import check_text
-from octile.train.config import Count, Positive
+from octile.train.config import Count, Logger, Positive
 from octile.validation import Range, Seed, check_fields, from_json
 
 COMMAND = "octile rl"  # the entry "command" of config.json, by which other commands know such a run
 DIGESTS = {"prompts_sha256": "prompts", "reward_sha256": "reward"}  # the checksum of a file: the setting that names it
 RESUMABLE = frozenset(
-    {"steps", "checkpoint_every", "out", "device", "micro_batches", *DIGESTS.values()}  # files with the same checksums
+    {
+        "steps",
+        "checkpoint_every",
+        "log",
+        "out",
+        "device",
+        "micro_batches",
+        *DIGESTS.values(),
+    }  # files with the same checksums
 )
 
 
@@ -48,6 +56,8 @@ class RLConfig:
             memory.
         out: the run's folder; chosen under runs/ if not given.
         checkpoint_every: steps between checkpoints; 0 writes only the last one.
+        log: where the metrics go as well: tensorboard (event files in the run's folder), wandb (Weights & Biases) or
+            mlflow. Each needs the extra of its name, and several may be named. A resumed run continues there.
         device: auto uses a GPU if there is one.
         deterministic: two runs give the same bits on a GPU too, but take longer; on a CPU they always do, with the same
             number of threads.
@@ -74,6 +84,7 @@ class RLConfig:
     micro_batches: Positive = 1
     out: Path | None = None
     checkpoint_every: Count = 20
+    log: tuple[Logger, ...] | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     deterministic: bool = False
     prompts_sha256: str | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,7 +35,8 @@ from octile.train.memory.check import is_out_of_memory
 from octile.train.run.console import RunConsole
 from octile.train.run.deterministic import deterministic
 from octile.train.run.folder import START, RunFolder, lock_folder
-from octile.train.run.metrics import MetricsWriter, read_lines, truncate_after
+from octile.train.run.loggers import require_loggers
+from octile.train.run.metrics import open_metrics, read_lines, truncate_after
 from octile.train.run.results import unmarked_on_failure
 
 TEXTS_EVERY = 100  # steps from one whose texts are stored to the next
@@ -53,7 +54,7 @@ def train(config: RLConfig, resume: bool, console: RunConsole) -> Path:
         The run folder.
 
     Raises:
-        ImportError: a package of the extras `train` or `report` is missing.
+        ImportError: a package of the extras `train` or `report`, or of a logger, is missing.
         FileExistsError: a new run would overwrite another run, or another process trains it.
         FileNotFoundError: there is no model, no run to resume, or no file of prompts or of the reward.
         ValueError: the configuration, a file or a checkpoint is invalid.
@@ -62,8 +63,9 @@ def train(config: RLConfig, resume: bool, console: RunConsole) -> Path:
         RuntimeError, TypeError: as for `Rewards`.
         Stopped: Ctrl-C or SIGTERM ended the run early.
     """
-    require("tokenizers", "filelock", "tensorboard", "psutil", extra="train")
+    require("tokenizers", "filelock", "psutil", extra="train")
     require("matplotlib", "jinja2", extra="report")  # checked now, not when the report is written
+    require_loggers(config.log)
     device = pick_device(config.device)
     is_new = not resume and config.out is None
     source = config.out / START if resume and config.out is not None else config.model
@@ -119,7 +121,7 @@ def _train(
         console.stopped_by_its_reader(stop),
         nullcontext() if resume else unmarked_on_failure(run, lambda: trainer.steps_done),
         deterministic(config.deterministic),
-        closing(MetricsWriter(run, trainer.steps_done)) as metrics,
+        open_metrics(run, config.log, config.to_values(), trainer.steps_done) as metrics,
         progress(console, config.steps, trainer.steps_done) as bar,
     ):
         write_config(run, config)

@@ -3,7 +3,7 @@
     config.json      the configuration, with "command": "octile rl"
     start/           the model that the run began with, which the reference is
     metrics.jsonl    a line a step; the texts of step 1 and of each hundredth step
-    tensorboard/     the same numbers
+    loggers.json     the ids that loggers have given the run; tensorboard/, wandb/: what they write
     checkpoints/     what `--resume` continues from
     model/           the model after the last step, in Hugging Face's layout
     summary.json     rewards of the first and of the last steps

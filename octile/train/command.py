@@ -77,7 +77,7 @@ SECTIONS = (
     Section("run folder", ("out", "resume", "checkpoint_every"), ("checkpoints",)),
     Section(
         "measurements",
-        ("validate_every", "prompt", "telemetry_every", "profile"),
+        ("validate_every", "log", "prompt", "telemetry_every", "profile"),
         ("patience", "telemetry_layers", "guards"),
     ),
     Section("devices", ("device", "allow_slow", "parallel.dp", "parallel.ep", "parallel.pp"), ("parallel",)),

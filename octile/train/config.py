@@ -29,6 +29,7 @@ Count = Annotated[int, Range(at_least=0, at_most=MAX_COUNT)]
 Positive = Annotated[int, Range(at_least=1, at_most=MAX_COUNT)]
 Share = Annotated[float, Range(at_least=0, at_most=1)]
 DecayRate = Annotated[float, Range(at_least=0, below=1)]
+Logger = Literal["tensorboard", "wandb", "mlflow"]
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,8 @@ class TrainConfig:
         allow_slow: begin also a run that takes more than four hours at least on this CPU.
         deterministic: two runs give the same bits on a GPU too, but take longer; on a CPU they always do, with the same
             number of threads.
+        log: where the metrics go as well: tensorboard (event files in the run's folder), wandb (Weights & Biases) or
+            mlflow. Each needs the extra of its name, and several may be named. A resumed run continues there.
         prompt: the text that the sample at the end of the run continues; an empty one has the model begin a text.
         telemetry_every: measure the FP8 GEMMs of every n-th step and write telemetry.jsonl; 0 measures none.
         telemetry_layers: patterns of the names of the layers to measure, separated by commas.
@@ -200,6 +203,7 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     allow_slow: bool = False
     deterministic: bool = False
+    log: tuple[Logger, ...] | None = None
     prompt: str = "def "
     telemetry_every: Count = 0
     telemetry_layers: str = "*"
@@ -590,6 +594,7 @@ RESUMABLE = {  # the settings that may differ when a run is resumed
         "checkpoints",
         "checkpoint_every",
         "validate_every",
+        "log",
         "out",
         "device",
         "allow_slow",

@@ -39,7 +39,8 @@ from octile.train.run.console import RunConsole
 from octile.train.run.deterministic import deterministic
 from octile.train.run.duration import check_duration
 from octile.train.run.folder import RunFolder, lock_folder
-from octile.train.run.metrics import Metrics, MetricsWriter, NoMetrics
+from octile.train.run.loggers import require_loggers
+from octile.train.run.metrics import Metrics, NoMetrics, open_metrics
 from octile.train.run.rank_checks import check_agreement, check_world, is_restarted
 from octile.train.run.recipe_check import check_recipe
 from octile.train.run.recorder import RunHook, RunRecorder, no_hook
@@ -135,7 +136,7 @@ def train(config: TrainConfig, resume: bool, console: RunConsole, hook: RunHook 
         The run folder.
 
     Raises:
-        ImportError: a package of the extras `train` or `report` is missing.
+        ImportError: a package of the extras `train` or `report`, or of a logger, is missing.
         FileExistsError: a new run would overwrite another run, or another process trains it.
         FileNotFoundError: there is no run to resume, or no data; or the checkpoints of the run to resume are gone.
         NotADirectoryError: a file lies in the run folder where a folder is needed.
@@ -145,8 +146,9 @@ def train(config: TrainConfig, resume: bool, console: RunConsole, hook: RunHook 
         RanksError: another rank hangs or has ended.
         Stopped: Ctrl-C or SIGTERM ended the run early.
     """
-    require("tokenizers", "filelock", "tensorboard", "psutil", extra="train")
+    require("tokenizers", "filelock", "psutil", extra="train")
     require("matplotlib", "jinja2", extra="report")  # checked now, not after training when the report is written
+    require_loggers(config.log)
     make_pipeline_schedule(config)  # refuses what does not fit, whatever the ranks
     check_world(config)
     device = pick_own_device(config.device)
@@ -266,7 +268,11 @@ def _train(
         deterministic(config.deterministic),
         explain_out_of_memory(config, device, trainer),
         closing(trainer),
-        closing((MetricsWriter if ranks.is_first else NoMetrics)(run, trainer.steps_done)) as metrics,
+        (
+            open_metrics(run, config.log, config.to_values(), trainer.steps_done)
+            if ranks.is_first
+            else nullcontext(NoMetrics())
+        ) as metrics,
         console.steps(config.steps, trainer.steps_done, config.indexer_stage) as progress,
     ):
         recorder = RunRecorder(

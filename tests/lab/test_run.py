@@ -86,7 +86,7 @@ def resume(run, **changes):
 
 @pytest.fixture(scope="module")
 def measured(run_with):
-    return run_with(2, "*.mlp.down_proj,*.experts.down")
+    return run_with(2, "*.mlp.down_proj,*.experts.down", log=("tensorboard",))
 
 
 @pytest.fixture(scope="module")

@@ -58,9 +58,7 @@ def finished(text, tmp_path_factory):
     return out, screen
 
 
-FILES = (
-    "config.json model/config.json model/tokenizer.json metrics.jsonl report.html sample.txt tensorboard summary.json"
-)
+FILES = "config.json model/config.json model/tokenizer.json metrics.jsonl report.html sample.txt summary.json"
 
 
 def test_the_report_names_the_data_the_date_the_code_and_the_command(finished, text):
@@ -320,7 +318,7 @@ def test_an_edited_configuration_is_refused(half, old, new, message):
     assert {path: path.read_bytes() for path in half.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "model", "data", "checkpoints"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "model", "data", "checkpoints"])
 def test_a_file_where_a_run_needs_a_folder_is_refused_before_any_work(text, tmp_path, name):
     out, screen = tmp_path / "run", silent_console()
     out.mkdir()

@@ -2,7 +2,8 @@
 
     config.json      the whole configuration          model/         the best model in Hugging Face's layout
     data/            tokens and tokenizer             checkpoints/   what `--resume` continues from
-    metrics.jsonl    the measurements                 tensorboard/   the same as TensorBoard events
+    metrics.jsonl    the measurements                 loggers.json   the ids that loggers have given the run
+    tensorboard/, wandb/   what the loggers of these names write
     telemetry.jsonl  measurements of octile.lab       captures/      operands that octile.lab saved
     summary.json     facts for the report             report.html, sample.txt
     trace.json.gz    what `--profile` recorded        profile.txt    its largest costs
@@ -45,6 +46,8 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.captures = path / "captures"
         self.tensorboard = path / "tensorboard"
+        self.wandb = path / "wandb"
+        self.loggers_file = path / "loggers.json"
 
     def checkpoints_of(self, config: TrainConfig) -> str:
         """The folder or URL of the run's checkpoints."""
@@ -84,7 +87,7 @@ class RunFolder:
         Raises:
             NotADirectoryError: there is one.
         """
-        for folder in (self.data, self.model, self.checkpoints, self.captures, self.tensorboard):
+        for folder in (self.data, self.model, self.checkpoints, self.captures, self.tensorboard, self.wandb):
             if folder.exists() and not folder.is_dir():
                 raise NotADirectoryError(
                     f"out {str(self.path)!r} has a file {folder.name!r}, where the run needs a folder: move it away, "

@@ -4,60 +4,80 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 from octile.checkpoint.files import write_text
-from octile.extras import require
 from octile.report.run.lines import parse_line
+from octile.train.config import Logger
 from octile.train.run.folder import TELEMETRY, RunFolder
+from octile.train.run.loggers import Loggers
 
 Metrics = dict[str, Any]
 
 
 class MetricsWriter:
-    """Appends measurements to metrics.jsonl and to TensorBoard; a line is in the file when `write` returns."""
+    """Appends measurements to metrics.jsonl, where a line is when `write` returns, and hands numbers to loggers.
 
-    def __init__(self, run: RunFolder, steps_done: int):
-        require("tensorboard", extra="train")
-        from torch.utils.tensorboard import SummaryWriter
+    Args:
+        run: the folder of the run.
+        loggers: the loggers of the run; none if not given.
+    """
 
+    def __init__(self, run: RunFolder, loggers: Loggers | None = None):
         self._file = run.metrics_file.open("a", encoding="utf-8")
-        self._tensorboard = SummaryWriter(str(run.tensorboard), purge_step=steps_done + 1)
+        self._loggers = loggers
 
     def write(self, metrics: Metrics) -> None:
-        """Append a line, which must have a `step`; NaN and infinity become null. Its numbers go to TensorBoard too."""
+        """Append a line, which must have a `step`; NaN and infinity become null. Its numbers go to the loggers, too."""
         line = {name: None if _is_not_finite(value) else value for name, value in metrics.items()}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
-        for name, value in metrics.items():
-            if name != "step" and isinstance(value, int | float):
-                self.draw(name, value, metrics["step"])
+        numbers = {name: value for name, value in metrics.items() if name != "step" and isinstance(value, int | float)}
+        self.draw(numbers, metrics["step"])
 
-    def draw(self, name: str, value: float, step: int) -> None:
-        """Add a number to TensorBoard only."""
-        self._tensorboard.add_scalar(name, value, step)
+    def draw(self, values: Mapping[str, float], step: int) -> None:
+        """Hand numbers to the loggers only."""
+        if values and self._loggers is not None:
+            self._loggers.write(values, step)
 
     def close(self) -> None:
-        """Close both files."""
+        """Close the file."""
         self._file.close()
-        self._tensorboard.close()
 
 
 class NoMetrics(MetricsWriter):
     """Writes nothing, on the ranks of a run that have nothing to write."""
 
-    def __init__(self, run: RunFolder, steps_done: int):
+    def __init__(self) -> None:
         pass
 
     def write(self, metrics: Metrics) -> None:
         """Do nothing."""
 
-    def draw(self, name: str, value: float, step: int) -> None:
+    def draw(self, values: Mapping[str, float], step: int) -> None:
         """Do nothing."""
 
-    def close(self) -> None:
-        """Do nothing."""
+
+@contextmanager
+def open_metrics(
+    run: RunFolder, names: Sequence[Logger] | None, settings: Mapping[str, Any], steps_done: int
+) -> Iterator[MetricsWriter]:
+    """Open the metrics of a run and its loggers, and close them at the end, as failed if an exception ends it.
+
+    Args:
+        run, names, settings, steps_done: as for `Loggers`.
+    """
+    loggers = Loggers(names, run, settings, steps_done)
+    failed = True
+    try:
+        with closing(MetricsWriter(run, loggers)) as writer:
+            yield writer
+        failed = False
+    finally:
+        loggers.close(failed)
 
 
 def read_lines(file: Path) -> list[Metrics]:

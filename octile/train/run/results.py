@@ -140,7 +140,9 @@ def unmarked_on_failure(run: RunFolder, steps_done: Callable[[], int]) -> Iterat
         if steps_done() == 0:
             run.config_file.unlink(missing_ok=True)
             run.metrics_file.unlink(missing_ok=True)
-            shutil.rmtree(run.tensorboard, ignore_errors=True)
+            run.loggers_file.unlink(missing_ok=True)
+            for folder in (run.tensorboard, run.wandb):
+                shutil.rmtree(folder, ignore_errors=True)
         raise
 
 

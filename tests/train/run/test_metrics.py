@@ -6,7 +6,7 @@ import time
 import pytest
 
 from octile.train.run.folder import RunFolder
-from octile.train.run.metrics import MetricsWriter, read_lines, truncate_after
+from octile.train.run.metrics import MetricsWriter, open_metrics, read_lines, truncate_after
 from tests.train.run.test_folder import new_run
 
 
@@ -19,7 +19,7 @@ def test_measurements_after_the_checkpoint_and_a_truncated_line_are_removed(tmp_
 
 def test_a_measurement_is_in_the_file_when_write_returns(tmp_path):
     run = new_run(tmp_path)
-    writer = MetricsWriter(run, 0)
+    writer = MetricsWriter(run)
     writer.write({"step": 1, "loss": 2.5})
     assert json.loads(run.metrics_file.read_text()) == {"step": 1, "loss": 2.5}
     writer.close()
@@ -29,16 +29,15 @@ def test_tensorboard_gets_the_same_values(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = new_run(tmp_path)
-    writer = MetricsWriter(run, 0)
-    writer.write({"step": 4, "loss": 2.5})
-    writer.close()
+    with open_metrics(run, ["tensorboard"], {}, 0) as writer:
+        writer.write({"step": 4, "loss": 2.5})
     events = EventAccumulator(str(run.tensorboard)).Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(4, 2.5)]
 
 
 def test_a_non_finite_value_is_null_in_the_file(tmp_path):
     run = new_run(tmp_path)
-    writer = MetricsWriter(run, 0)
+    writer = MetricsWriter(run)
     writer.write({"step": 1, "grad_norm": float("inf")})
     writer.close()
     assert run.metrics_file.read_text() == '{"step": 1, "grad_norm": null}\n'
@@ -51,10 +50,9 @@ def test_tensorboard_shows_only_the_later_of_repeated_steps(tmp_path, monkeypatc
     for done, steps in ((0, (1, 2, 3)), (1, (2, 3))):
         # TensorBoard orders files by the second in which they were made
         monkeypatch.setattr(time, "time", lambda seconds=1.1 * done: now() + seconds)
-        writer = MetricsWriter(run, done)
-        for step in steps:
-            writer.write({"step": step, "loss": done + step})
-        writer.close()
+        with open_metrics(run, ["tensorboard"], {}, done) as writer:
+            for step in steps:
+                writer.write({"step": step, "loss": done + step})
     events = EventAccumulator(str(run.tensorboard)).Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 3.0), (3, 4.0)]
 
