@@ -17,6 +17,7 @@ from octile.nn.conversion import apply_recipe
 from octile.nn.observer import ObservedGemm, observe_gemms
 from octile.ops.groups import num_tiles
 from octile.recipe import Recipe
+from tests.saved_bytes import saved_bytes
 
 moe = pytest.importorskip("torchtitan.models.moe.moe")
 
@@ -157,17 +158,8 @@ def test_observers_see_the_gemms_of_each_weight():
 
 def test_the_fused_function_saves_less_than_half_of_what_torchtitan_saves():
     def saved(module: nn.Module) -> int:
-        kept = {}
-
-        def pack(t: Tensor) -> Tensor:
-            kept[t.untyped_storage().data_ptr()] = t.untyped_storage()
-            return t
-
-        parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            y_RD = module(rows(512).bfloat16().requires_grad_(), torch.tensor([128, 128, 128, 128]))
-        del y_RD
-        return sum(s.nbytes() for address, s in kept.items() if address not in parameters)
+        x_RD = rows(512).bfloat16().requires_grad_()
+        return saved_bytes(lambda: module(x_RD, torch.tensor([128, 128, 128, 128])), module.parameters())
 
     module = experts().bfloat16()
     before = saved(module)

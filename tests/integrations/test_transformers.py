@@ -55,6 +55,7 @@ from octile.nn.delayed_scaling import end_step
 from octile.nn.mlp import SwiGLU
 from octile.nn.observer import observe_quantization
 from octile.recipe import Recipe
+from tests.saved_bytes import saved_bytes
 
 T, D, E, K, I = 37, 64, 4, 2, 128
 
@@ -253,19 +254,9 @@ def test_an_activation_of_the_models_own_is_used():
 
 def test_the_fused_function_saves_less_than_half_of_what_transformers_saves():
     def saved(module: nn.Module) -> int:
-        kept = {}
-
-        def pack(t: Tensor) -> Tensor:
-            kept[t.untyped_storage().data_ptr()] = t.untyped_storage()
-            return t
-
-        parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
         x, index, weights = routing(tokens=512)
         x, weights = x.bfloat16().requires_grad_(), weights.bfloat16().requires_grad_()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            y = module(x, index, weights)
-        del y
-        return sum(s.nbytes() for address, s in kept.items() if address not in parameters)
+        return saved_bytes(lambda: module(x, index, weights), module.parameters())
 
     module = experts().bfloat16()
     module.config._experts_implementation = "grouped_mm"
@@ -491,21 +482,6 @@ def test_a_converted_model_compiles_without_graph_breaks_for_any_length(name):
 # Memory
 
 
-def saved_bytes(model: PreTrainedModel, x: Tensor, call=None) -> int:
-    """The bytes that autograd saves in a forward pass, each memory once, without the parameters."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept = {}
-
-    def keep(t: Tensor) -> Tensor:
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage()  # held, so that its memory is not reused
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        result = (model if call is None else call)(inputs_embeds=x, use_cache=False).last_hidden_state
-    del result
-    return sum(storage.nbytes() for address, storage in kept.items() if address not in own)
-
-
 def llama(layers: int) -> LlamaModel:
     """Blocks with the proportions of Llama 8B, in BF16."""
     torch.manual_seed(0)
@@ -528,7 +504,11 @@ def bytes_of_a_block(convert, compiled: bool = False) -> float:
         model = convert(llama(layers))
         torch._dynamo.reset()
         call = torch.compile(model, backend="aot_eager_decomp_partition", dynamic=False) if compiled else model
-        found.append(saved_bytes(model, x, call))
+
+        def forward(call=call) -> Tensor:
+            return call(inputs_embeds=x, use_cache=False).last_hidden_state
+
+        found.append(saved_bytes(forward, model.parameters()))
     return (found[1] - found[0]) / x.shape[:2].numel()
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import Block
 from octile.nn.conversion import apply_recipe
 from octile.nn.rope import Rope
 from octile.recipe import Recipe
+from tests.saved_bytes import saved_bytes
 
 DOCS = Path(__file__).parents[2] / "docs" / "data_flow.md"
 BATCH, SEQUENCE = 2, 32
@@ -35,26 +35,20 @@ def formula() -> dict[str, Any]:
     return names
 
 
-def saved_bytes(block: Block, config: ModelConfig) -> int:
+def bytes_of_a_block(block: Block, config: ModelConfig) -> int:
     """Bytes that autograd saves in a forward pass, each memory once, without the parameters."""
     torch.optim.SGD(block.parameters(), lr=0.0).step()  # as in training: quantized weights live in the cache
-    tensors = [*block.parameters(), *block.buffers()]  # held, so that their memory is not reused
-    own = {t.untyped_storage().data_ptr() for t in tensors}
-    kept: dict[int, int] = {}
-
-    def keep(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return t
-
     device = next(block.parameters()).device
     x = torch.randn(BATCH, SEQUENCE, config.hidden_size, dtype=torch.bfloat16, device=device, requires_grad=True)
     cos_sin = Rope(config.qk_rope_head_dim).cos_sin(torch.arange(SEQUENCE, device=device))
-    with saved_tensors_hooks(keep, lambda t: t), torch.autocast(device.type, torch.bfloat16):
-        result = block(x, cos_sin)
-    assert result.dtype == torch.bfloat16
-    return sum(kept.values())
+
+    def forward() -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            y = block(x, cos_sin)
+        assert y.dtype == torch.bfloat16
+        return y
+
+    return saved_bytes(forward, [*block.parameters(), *block.buffers()])
 
 
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
@@ -65,7 +59,7 @@ def test_a_block_saves_the_bytes_of_the_formula(formula: dict[str, Any], name: s
     recipe = Recipe.deepseek_v3()
     recipe = replace(recipe, swiglu_inputs="recomputed") if recomputed else recipe
     block = apply_recipe(Block(c, layer=c.first_k_dense_replace if kind == "mixture" else 0), recipe)
-    assert saved_bytes(block, c) == predicted_bytes(formula, c, kind, recomputed)
+    assert bytes_of_a_block(block, c) == predicted_bytes(formula, c, kind, recomputed)
 
 
 @pytest.mark.parametrize("kind", ["dense", "mixture"])
@@ -76,7 +70,7 @@ def test_kept_activations_take_the_bytes_of_the_formula(formula: dict[str, Any],
     block = apply_recipe(Block(c, layer=c.first_k_dense_replace if kind == "mixture" else 0), recipe)
     heads = (c.num_attention_heads, c.v_head_dim, c.qk_nope_head_dim, c.qk_rope_head_dim)
     kept = formula["kept"](c.hidden_size, *heads, c.kv_lora_rank, c.q_lora_rank, kind == "mixture")
-    assert saved_bytes(block, c) == predicted_bytes(formula, c, kind, False) + BATCH * SEQUENCE * kept
+    assert bytes_of_a_block(block, c) == predicted_bytes(formula, c, kind, False) + BATCH * SEQUENCE * kept
 
 
 def predicted_bytes(formula: dict[str, Any], c: ModelConfig, kind: str, recomputed: bool) -> int:
@@ -97,7 +91,7 @@ def predicted_bytes(formula: dict[str, Any], c: ModelConfig, kind: str, recomput
 def test_other_recipes_save_more(formula: dict[str, Any]):
     c = BASE
     ours, bf16, single = (
-        saved_bytes(apply_recipe(Block(c, layer=1), recipe), c)
+        bytes_of_a_block(apply_recipe(Block(c, layer=1), recipe), c)
         for recipe in (Recipe.deepseek_v3(), Recipe.bf16(), Recipe.per_tensor())
     )
     assert ours < 0.3 * single < 0.3 * bf16

@@ -13,6 +13,7 @@ from octile.nn.conversion import apply_recipe
 from octile.nn.rope import Rope
 from octile.recipe import Recipe
 from tests.models.test_saved_bytes import formula  # noqa: F401  (a fixture)
+from tests.saved_bytes import saved_bytes
 
 B, S, D, H = 2, 24, 256, 2
 SAVED = Recipe.deepseek_v3()
@@ -96,16 +97,14 @@ def test_it_saves_the_bytes_of_the_formula(formula, recipe):  # noqa: F811
     apply_recipe(attention, recipe)
     x = x.detach().bfloat16().requires_grad_()
     torch.optim.SGD(attention.parameters(), lr=0.0).step()  # as in training: quantized weights live in the cache
-    own = {t.untyped_storage().data_ptr() for t in (*attention.parameters(), *norm.parameters())}
-    angles, saved = cos_sin(attention), {}
+    angles = cos_sin(attention)
 
-    def keep(t):
-        if (at := t.untyped_storage().data_ptr()) not in own:
-            saved[at] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), torch.autocast("cpu", torch.bfloat16):
+    @torch.autocast("cpu", torch.bfloat16)
+    def forward():
         result = attention(pre_norm(x, norm, attention)[1], angles)
-    assert result.dtype == torch.bfloat16
+        assert result.dtype == torch.bfloat16
+        return result
+
+    saved = saved_bytes(forward, [*attention.parameters(), *norm.parameters()])
     a_token = formula["multi_head_attention"](D, H, D // H, recipe.attention_inputs == "recomputed")
-    assert sum(saved.values()) == B * S * a_token + sum(t.nbytes for t in angles)
+    assert saved == B * S * a_token + sum(t.nbytes for t in angles)
