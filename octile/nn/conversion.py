@@ -13,6 +13,7 @@ from octile.layer_roles import CONV1D, KEPT, check_keep, is_kept, why_high_preci
 from octile.nn.conversion_summary import ConversionSummary, log_or_print, quantized_shares
 from octile.nn.eager_kernels import use_fused_kernels
 from octile.nn.fused.fusion import FusableModule, is_forward_replaced
+from octile.nn.fused.layers import torchao_type
 from octile.nn.fused.shared_quantization import share_among_children
 from octile.nn.joined_linear import JoinedLinear
 from octile.nn.linear import Linear, check_recipe, with_class
@@ -225,6 +226,8 @@ def _reason_to_skip(name: str, module: nn.Module, experts: Any, tied: set[int], 
         reason = getattr(experts, "why_unsupported", None)
     elif type(module) not in (nn.Linear, Linear):
         reason = f"{type(module).__name__} (a subclass of nn.Linear)"
+    elif (quantized := torchao_type(module.weight)) is not None:
+        reason = f"quantized by torchao ({quantized})"
     elif is_forward_replaced(module):  # a converted layer would call it
         reason = PATCHED
     elif id(module.weight) in tied:

@@ -43,12 +43,14 @@ MODELS = {
 every_model = pytest.mark.parametrize("name", MODELS)
 
 
-@every_model
-def test_an_exported_model_computes_the_same(name: str):
-    make, inputs = MODELS[name]
+@pytest.mark.parametrize("name", [*MODELS, pytest.param("qwen3_moe", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("grad", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+def test_an_exported_model_computes_the_same(name: str, grad: bool):
+    make, inputs = MODELS.get(name, (lambda: Logits(name), tokens))
     torch.manual_seed(0)
     model = make().eval()
-    exported = torch.export.export(model, (inputs(6),)).module()
+    with torch.set_grad_enabled(grad):
+        exported = torch.export.export(model, (inputs(6),)).module()
     with torch.no_grad():
         torch.testing.assert_close(exported(inputs(6)), model(inputs(6)), rtol=0, atol=0)
 

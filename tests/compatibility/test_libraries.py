@@ -1,15 +1,21 @@
-"""accelerate and peft with converted models. transformers' Trainer has its tests in tests/examples/test_trainer.py."""
+"""accelerate, peft, torchao, bitsandbytes and Lightning with converted models.
+
+transformers' Trainer has its tests in tests/examples/test_trainer.py. What the tests' extra does not install is tested
+with the exhaustive tests, and skipped without the extra `trainers`.
+"""
 
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import AORecipeKwargs
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from octile.nn.conversion import apply_recipe
+from octile.nn.conversion import apply_recipe, convert
 from octile.nn.fused import quantize as fused_quantize
 from octile.nn.linear import Linear
 from octile.optim import AdamW, Muon, muon_groups
@@ -123,3 +129,98 @@ def test_adapters_are_saved_loaded_and_merged(tmp_path: Path):
         assert {type(m) for name, m in merged.named_modules() if name.endswith("q_proj")} == {Linear}
         difference = merged(input_ids=TOKENS).logits - expected  # the correction is quantized with the weight now
     assert difference.norm() <= 0.1 * expected.norm()
+
+
+def needs(package: str):
+    """Return a package that is in the extra `trainers`, or skip."""
+    return pytest.importorskip(package, reason="octile[trainers] is not installed")
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(128, 256), nn.SiLU(), nn.Linear(256, 256), nn.SiLU(), nn.Linear(256, 128))
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(32, 128, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.exhaustive
+def test_weights_that_torchao_quantizes_after_octile_are_refused():
+    quantization = needs("torchao.quantization")
+    model = apply_recipe(layers())
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    message = (
+        r"^a weight of shape \(256, 128\) is torchao's Int8Tensor, but octile's layers quantize weights themselves: "
+    )
+    with pytest.raises(TypeError, match=message):
+        model(rows())
+
+
+@pytest.mark.exhaustive
+def test_layers_that_torchao_has_quantized_are_left_out():
+    quantization = needs("torchao.quantization")
+    model = layers()
+    quantization.quantize_(model[0], quantization.Int8WeightOnlyConfig())
+    convert(model)
+    assert type(model[0]) is nn.Linear
+    assert "skipped 1: 1 × quantized by torchao (Int8Tensor)" in model.conversion_summary
+    assert model(rows()).isfinite().all()
+
+
+@pytest.mark.exhaustive
+def test_accelerates_fp8_replaces_converted_layers_but_the_first_and_the_last():
+    replaced = needs("torchao.float8.float8_linear").Float8Linear
+    AcceleratorState._reset_state(reset_partial_state=True)  # of the tests before
+    accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs()])
+    model = accelerator.prepare(apply_recipe(layers()))
+    assert [type(module) for module in model if isinstance(module, nn.Linear)] == [Linear, replaced, Linear]
+
+
+@pytest.mark.exhaustive
+def test_an_8_bit_optimizer_of_bitsandbytes_trains_a_converted_model():
+    optim = needs("bitsandbytes.optim")
+    model = apply_recipe(llama())
+    found = losses(model, optim.AdamW8bit(model.parameters(), lr=1e-2, min_8bit_size=1))
+    assert found[-1] < found[0] - 0.1
+
+
+@pytest.mark.exhaustive
+def test_4_bit_layers_of_bitsandbytes_are_left_out():
+    bnb = needs("bitsandbytes.nn")
+    model = layers()
+    model[0] = bnb.Linear4bit(128, 256, compute_dtype=torch.float32)
+    convert(model.to("cpu"))  # which quantizes
+    assert "skipped 1: 1 × Linear4bit (a subclass of nn.Linear)" in model.conversion_summary
+    assert model(rows()).isfinite().all()
+
+
+@pytest.mark.exhaustive
+def test_lightning_trains_as_a_loop_does(tmp_path: Path):
+    lightning = needs("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model, self.losses = apply_recipe(layers()), []
+
+        def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+            loss = self.model(batch[0]).square().mean()
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> AdamW:
+            return AdamW(self.parameters(), lr=1e-2)
+
+    module, alone = Module(), Module()
+    batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows()), batch_size=8)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(accelerator="cpu", max_epochs=2, default_root_dir=tmp_path, **quiet)
+    trainer.fit(module, batches)
+    optimizer = alone.configure_optimizers()
+    for batch in [*batches, *batches]:
+        alone.training_step(batch)
+        optimizer.zero_grad()
+        alone.model(batch[0]).square().mean().backward()
+        optimizer.step()
+    assert module.losses == alone.losses

@@ -73,11 +73,19 @@ def is_dtensor(t: object) -> bool:
     return hasattr(t, "device_mesh")
 
 
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def torchao_type(t: object) -> str | None:
+    """The name of t's class if torchao has quantized it, as its `quantize_` does to the weights of linear layers."""
+    return type(t).__name__ if type(t).__module__.startswith("torchao.") else None
+
+
 def check_operands(*tensors: Tensor) -> None:
     """Refuse DTensors, for which experts and fused layers have no sharding rules, and transforms of torch.func.
 
     Raises:
-        TypeError: a tensor is a DTensor.
+        TypeError: a tensor is a DTensor, or one that torchao has quantized.
         NotImplementedError: a transform of torch.func is active.
     """
     if is_transformed():
@@ -91,6 +99,11 @@ def check_operands(*tensors: Tensor) -> None:
                 f"a weight or an input of shape {tuple(t.shape)} is a DTensor, but octile's experts and fused layers "
                 "take local tensors: tensor parallelism is supported for octile.nn.Linear by ColwiseParallel and "
                 "RowwiseParallel, and fully_shard must shard the block that holds the layers"
+            )
+        if type(t) not in PLAIN and not torch.compiler.is_compiling() and (name := torchao_type(t)) is not None:
+            raise TypeError(
+                f"a weight of shape {tuple(t.shape)} is torchao's {name}, but octile's layers quantize weights "
+                "themselves: give torchao's quantize_ a filter_fn that leaves out octile.nn.Linear"
             )
 
 
