@@ -67,6 +67,15 @@ SECTIONS = (
         ),
     ),
     Section(
+        "Loggers of octile train --log",
+        (
+            Variable("WANDB_PROJECT", "the project in Weights & Biases", "`octile`"),
+            Variable("WANDB_NAME", "the name of the run there", "the name of the run's folder"),
+            Variable("MLFLOW_EXPERIMENT_NAME", "the experiment in MLflow", "`octile`"),
+        ),
+        text="wandb and mlflow read their other variables themselves, such as `WANDB_MODE` and `MLFLOW_TRACKING_URI`.",
+    ),
+    Section(
         "Set by torchrun",
         (
             Variable("RANK WORLD_SIZE", "this process, and how many there are; without them there is one"),
