@@ -51,6 +51,7 @@ def literals(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
+@cache
 def texts() -> list[tuple[str, str]]:
     """Where a string is, and the string."""
     files = [(path, path.relative_to(PACKAGE).as_posix()) for path in sorted(PACKAGE.rglob("*.py"))]
@@ -63,7 +64,8 @@ def texts() -> list[tuple[str, str]]:
 
 
 def test_options_in_messages_exist() -> None:
-    unknown = [(where, o) for where, text in texts() for o in OPTION.findall(text) if o not in known()[0] | OTHERS]
+    options = known()[0] | OTHERS
+    unknown = [(where, o) for where, text in texts() for o in OPTION.findall(text) if o not in options]
     assert not unknown
 
 

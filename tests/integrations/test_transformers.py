@@ -284,6 +284,7 @@ def test_a_converted_model_is_near_the_model(name):
     assert 0 < (found - expected).norm() < 0.15 * expected.norm()
 
 
+@pytest.mark.each_value
 @every_model
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "delayed"])
 def test_a_converted_model_trains(name, recipe):

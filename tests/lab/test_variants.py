@@ -72,6 +72,7 @@ def test_variants_of_the_library_equal_the_library(fmt, block, scale):
     assert torch.equal(mine.data.float() * spread, theirs.dequantize())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("rule", ["up", "nearest", "down", "ocp"])
 @pytest.mark.parametrize("fmt", EIGHT_BITS)
 @settings(max_examples=60, deadline=None)

@@ -10,17 +10,18 @@ from octile.checkpoint.hugging_face import save
 from octile.lab.capture import Recorder, load
 from octile.lab.hardware import hardware
 from octile.lab.outliers import find_outliers
+from octile.lab.pages import hardware as hardware_page
+from octile.lab.pages import what_if_figures
 from octile.lab.pages.what_if import best
 from octile.lab.variants import SearchSpace
 from octile.lab.what_if import noise_to_db, select_gemms, what_if
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.recipe import GEMMS, Recipe
-from octile.report import svg
 from octile.tokenizer import Tokenizer
 from tests.lab.captures import write_capture
 from tests.lab.test_capture import change_metadata
-from tests.report.conftest import read_page
+from tests.report.conftest import leave_empty, read_page
 from tests.report.layout import faults_of_pages, signed_zeros
 from tests.test_cli import call, refused
 
@@ -41,8 +42,8 @@ def folder(tmp_path, monkeypatch, made):
 
 @pytest.fixture
 def without_figures(monkeypatch):
-    """Leave the figures of pages empty; they are laid out, and not rendered."""
-    monkeypatch.setattr(svg, "to_svg", lambda *_, **__: "<svg></svg>")
+    """Leave the figures of pages empty."""
+    leave_empty(monkeypatch, what_if_figures, hardware_page)
 
 
 @pytest.mark.usefixtures("without_figures")

@@ -46,7 +46,10 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("recipe", ["deepseek_v3", "delayed", "smooth_swiglu", "bf16", "fp16_loss_scaling"])
+FURTHER = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("smooth_swiglu", "fp16_loss_scaling")]
+
+
+@pytest.mark.parametrize("recipe", ["deepseek_v3", "delayed", "bf16", *FURTHER])
 def test_gradients_are_those_of_a_backward_pass_bit_for_bit(recipe: str):
     model = model_of(recipe)
     at_once = copy.deepcopy(model)

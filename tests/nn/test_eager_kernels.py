@@ -133,7 +133,7 @@ def test_a_converted_norm_gives_the_bits_of_octiles():
 @pytest.mark.parametrize(
     ("name", "layers"),
     [
-        pytest.param("llama", 1, id="llama"),
+        pytest.param("llama", 1, id="llama", marks=pytest.mark.exhaustive),
         pytest.param("qwen3_moe", 1, id="qwen3_moe"),
         pytest.param("glm4_moe", 2, id="glm4_moe", marks=pytest.mark.exhaustive),  # the first one has no experts
     ],

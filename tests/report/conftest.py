@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from octile.report import rl as rl_page
 from octile.report.compare import page as compare_page
 from octile.report.run import page as run_page
 from octile.report.svg import Chart
@@ -98,8 +100,13 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
 
 
 def draw_no_figures(patch: pytest.MonkeyPatch) -> None:
-    """Leave the figures of pages empty: they take most of the time that a page takes."""
-    for page in (run_page, compare_page):
+    """Leave the figures of the reports of runs empty: they take most of the time that a page takes."""
+    leave_empty(patch, run_page, compare_page, rl_page)
+
+
+def leave_empty(patch: pytest.MonkeyPatch, *pages: ModuleType) -> None:
+    """Leave the figures of pages empty, given the modules that make their charts."""
+    for page in pages:
         patch.setattr(page, "make_chart", lambda title, caption, *_, **__: Chart(title, caption, "<svg></svg>"))
 
 

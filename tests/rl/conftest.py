@@ -1,5 +1,6 @@
 """Shared by the tests of reinforcement learning: the folder of a model that is not trained, of the recipe exact."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,18 @@ from octile.checkpoint.hugging_face import save
 from octile.recipe import Recipe
 from octile.tokenizer import Tokenizer
 from octile.train.data.arithmetic import examples
+from tests.report.conftest import draw_no_figures
 from tests.serve.models import exact_model
 
 REWARD = "def reward(prompt, completion, answer):\n    return len(set(completion)) / 10\n"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_figures() -> Iterator[None]:
+    """Leave the figures of reports empty; those of a run are drawn in tests/report/test_rl.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        draw_no_figures(patch)
+        yield
 
 
 @pytest.fixture(scope="session")

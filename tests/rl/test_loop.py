@@ -79,7 +79,7 @@ def test_the_same_run_has_the_same_bits(config, whole, tmp_path):
     assert_same_run(whole, loop.train(replace(config, out=tmp_path / "run"), False, silent_console()))
 
 
-@pytest.mark.parametrize("after", [1, 3])
+@pytest.mark.parametrize("after", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(config, whole, tmp_path, after):
     out = tmp_path / "run"
     words = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]

@@ -51,6 +51,7 @@ def assert_equal(found: list[Agreement]) -> None:
     assert min(each.tokens for each in found) > 50
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "changes",

@@ -271,7 +271,7 @@ def test_an_interrupted_run_whose_checkpoints_are_gone_is_refused(killed, tmp_pa
     assert "resumed at step 2" in resume(run, checkpoints=str(tmp_path / "elsewhere"))
 
 
-@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("step", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_from_the_beginning(killed, step):
     run = killed(step)
     shutil.rmtree(run / "checkpoints", ignore_errors=True)  # it may be killed while it writes one

@@ -108,7 +108,7 @@ def test_another_seed_gives_another_run(new_trainer):
     assert run(new_trainer(), 1) != run(new_trainer(seed=1), 1)
 
 
-@every_recipe()
+@every_recipe(further=STATELESS_RECIPES)
 def test_a_run_continues_from_its_saved_state_bit_for_bit(new_trainer, tmp_path, recipe):
     straight = new_trainer(recipe=recipe)
     run(straight, 2)

@@ -67,6 +67,7 @@ def test_with_expected_rows_a_row_has_the_same_bits_in_a_group_of_any_size():
     assert torch.equal(alone, together[40:41])
 
 
+@pytest.mark.each_pair
 @every_dtype
 @every_offset
 def test_tn(ends: list[int], dtype: torch.dtype):

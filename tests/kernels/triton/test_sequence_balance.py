@@ -22,6 +22,7 @@ def _experts(t: int, e: int, k: int) -> Tensor:
     return torch.rand(t, e, generator=torch.Generator().manual_seed(e)).topk(k).indices
 
 
+@pytest.mark.each_pair
 @functions
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (3, 7, 12, 4), (2, 40, 64, 6), (1, 5, 300, 3)], ids=str)

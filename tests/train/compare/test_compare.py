@@ -239,7 +239,7 @@ def stopped(stopped_in_its_second_run, text, tmp_path):
     ("at", "finished", "continued"),
     [
         pytest.param(2, 0, 1, id="first run", marks=pytest.mark.exhaustive),
-        pytest.param(4, 1, 0, id="last step of a run"),
+        pytest.param(4, 1, 0, id="last step of a run", marks=pytest.mark.exhaustive),
         pytest.param(11, 2, 1, id="recipe"),
         pytest.param(12, 3, 0, id="last step", marks=pytest.mark.exhaustive),
     ],

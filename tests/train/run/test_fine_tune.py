@@ -30,7 +30,7 @@ from octile.train.run.fine_tune import (
 )
 from octile.train.run.folder import RunFolder
 from octile.train.trainer import Trainer
-from tests.train.conftest import MICRO, every_recipe, micro, silent_console
+from tests.train.conftest import MICRO, STATELESS_RECIPES, every_recipe, micro, silent_console
 
 CPU = torch.device("cpu")
 WIDE = replace(MICRO, moe_intermediate_size=128)  # an expert's gate and up projections share no block
@@ -169,7 +169,7 @@ def test_a_run_can_start_from_bf16_weights(saved, store):
     assert describe_initial_weights(trainer.model, folder) == f"weights: {folder}, not quantized"
 
 
-@every_recipe()
+@every_recipe(further=STATELESS_RECIPES)
 def test_any_recipe_trains_from_fp8_weights(saved, store, recipe):
     trainer = Trainer(micro(model=WIDE, init_from=saved("fp8"), recipe=recipe, steps=8), store, CPU)
     losses = [trainer.step()["loss"] for _ in range(8)]

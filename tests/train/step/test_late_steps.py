@@ -91,7 +91,7 @@ def test_a_moving_average_leaves_out_a_step_that_is_skipped(store):
     assert have_same_bits(late.ema.state_dict(), at_once.ema.state_dict())
 
 
-@pytest.mark.parametrize("recipe", ["deepseek_v3", "delayed", "fp8_lm"])
+@pytest.mark.parametrize("recipe", [pytest.param("deepseek_v3", marks=pytest.mark.exhaustive), "delayed", "fp8_lm"])
 def test_a_loss_that_is_nan_leaves_the_weights_before_its_step(store, recipe):
     before, broken = new(store, recipe=recipe), new(store, recipe=recipe)
     break_loss(broken, 3)
@@ -300,7 +300,7 @@ def test_a_run_writes_what_one_writes_that_collects_at_once(straight, text, tmp_
     assert order == sorted(order)  # each validation stands after the steps before it
 
 
-@pytest.mark.parametrize("at", [3, 4, 7])
+@pytest.mark.parametrize("at", [3, pytest.param(4, marks=pytest.mark.exhaustive), 7])
 def test_a_run_goes_on_after_steps_that_were_discarded(straight, text, tmp_path, late, monkeypatch, at):
     """More rows than the capacity, which one process never has, are found when the step is collected."""
     losses, grown = Strategy.losses, []
@@ -320,7 +320,7 @@ def test_a_run_goes_on_after_steps_that_were_discarded(straight, text, tmp_path,
         assert ours == theirs
 
 
-@pytest.mark.parametrize("stop_at", [3, 5])
+@pytest.mark.parametrize("stop_at", [3, pytest.param(5, marks=pytest.mark.exhaustive)])
 def test_a_stopped_run_has_every_step_that_it_launched_and_resumes_to_the_bit(
     straight, text, tmp_path, late, monkeypatch, stop_at
 ):

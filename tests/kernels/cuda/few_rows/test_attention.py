@@ -244,7 +244,10 @@ def assert_bits_of_batch_invariant_mode(
 
 
 @emulated
-@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 128, 449, 512, 513, 1056, 2100])
+@pytest.mark.parametrize(
+    "length",
+    [0, 63, 64, 65, 512, 513, 2100, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 128, 449, 1056))],
+)
 def test_one_row_has_the_bits_of_batch_invariant_mode(length: int):
     arguments = few_rows.paged([length], 3, 32)
     assert_bits_of_batch_invariant_mode(attend_from_one(*arguments), *arguments)
