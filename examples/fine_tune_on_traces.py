@@ -36,7 +36,7 @@ def read_traces(path: Path, tokenizer: Tokenizer, max_length: int) -> list[tuple
             raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
         if not isinstance(trace, dict) or not all(isinstance(trace.get(name), str) for name in ("prompt", "response")):
             raise ValueError(f'{path}, line {number} must be {{"prompt": TEXT, "response": TEXT}}')
-        prompt = [tokenizer.begin, *tokenizer.encode(trace["prompt"])]
+        prompt = tokenizer.encode_prompt(trace["prompt"])
         tokens = [*prompt, *tokenizer.encode(trace["response"]), tokenizer.end][:max_length]
         labels = [IGNORED] * len(prompt) + tokens[len(prompt) :]
         if len(tokens) > len(prompt) + 1:  # multi-token prediction looks two tokens ahead

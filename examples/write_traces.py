@@ -46,10 +46,10 @@ def main(arguments: list[str] | None = None) -> int:
     tokenizer = Tokenizer.load(model_folder if model_folder.is_dir() else args.teacher)
 
     asked = [(prompt, sampling) for prompt in prompts for sampling in samplings]
-    longest = max((len(tokenizer.encode(prompt)) for prompt in prompts), default=0) + 1 + args.tokens
+    longest = max((len(tokenizer.encode_prompt(prompt)) for prompt in prompts), default=0) + args.tokens
     n_pages = EngineConfig().max_batch * -(-longest // ModelRunner.page_size)
     engine = Engine(ModelRunner(teacher, n_pages), tokenizer)
-    requests = [engine.add([tokenizer.begin, *tokenizer.encode(prompt)], sampling) for prompt, sampling in asked]
+    requests = [engine.add(tokenizer.encode_prompt(prompt), sampling) for prompt, sampling in asked]
     responses = {request.id: "" for request in requests}
     while engine.has_work:  # many answers at once
         for output in engine.step():

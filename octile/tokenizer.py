@@ -135,14 +135,16 @@ class Tokenizer:
 
     @cached_property
     def prefix(self) -> list[int]:
-        """The ids before a text that a model continues, as transformers has them: none with many models.
+        """The ids before a text that a model continues: none with many models.
 
         They are those that the post-processor of a `tokenizer.json` adds, or else the begin-of-text token where
-        `add_bos_token` of a `tokenizer_config.json` is true.
+        `add_bos_token` of a `tokenizer_config.json` is true, as in DeepSeek-V3's folder. transformers 4 did the same;
+        transformers 5 ignores that field where there is a `tokenizer.json`.
         """
         marked, plain = (self.backend.encode("a", add_special_tokens=adds).ids for adds in (True, False))
         before = next((i for i in range(len(marked)) if marked[i : i + len(plain)] == plain), 0)
-        return marked[:before] or [self.begin] * (self.config.get("add_bos_token") is True)
+        adds_begin = self.config.get("add_bos_token") is True and token_text(self.config.get("bos_token")) is not None
+        return marked[:before] or [self.begin] * adds_begin
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of many texts, on all cores."""

@@ -850,8 +850,8 @@ def test_convert_refuses_a_pattern_that_matches_nothing(capsys, hf_folder, tmp_p
 
 def test_convert_warns_of_what_engines_refuse(capsys, hf_folder, tmp_path):
     predicted, converted = (call(capsys, "convert", str(hf_folder), *dst)[1] for dst in ((), (str(tmp_path / "fp8"),)))
-    assert "warning: vLLM and SGLang refuse" in predicted
-    assert "warning: vLLM and SGLang refuse" in converted
+    assert "warning: vLLM 0.26 and SGLang 0.5.23 refuse" in predicted
+    assert "warning: vLLM 0.26 and SGLang 0.5.23 refuse" in converted
 
 
 def test_convert_what_is_fp8_already(capsys, hf_folder, tmp_path):

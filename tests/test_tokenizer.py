@@ -171,6 +171,11 @@ def test_add_bos_token_begins_a_prompt(folder):
     assert loaded.encode_prompt("def") == [loaded.begin, *loaded.encode("def")]
 
 
+def test_add_bos_token_without_a_begin_token_adds_nothing(folder):
+    loaded = with_prefix(folder, BYTE_LEVEL, add_bos_token=True, bos_token=None)
+    assert loaded.encode_prompt("def") == loaded.encode("def")
+
+
 def test_a_post_processor_begins_a_prompt_with_its_tokens(tokenizer, folder):
     template = {
         "type": "TemplateProcessing",

@@ -23,7 +23,7 @@ def measure(run: str, temperature: float) -> float:
     prompts, texts = {}, {}
     for number in range(COUNT):
         problem = draw_problem(rng)
-        tokens = [folder.tokenizer.begin, *folder.tokenizer.encode(problem.prompt)]
+        tokens = folder.tokenizer.encode_prompt(problem.prompt)
         request = engine.add(tokens, Sampling(64, temperature, seed=number))
         prompts[request.id], texts[request.id] = Prompt(problem.prompt, problem.answer), ""
     while engine.has_work:

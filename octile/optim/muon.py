@@ -56,7 +56,8 @@ class Muon(AdamW):
         betas, eps: AdamW's.
         weight_decay: the decoupled weight decay of both.
         adjust_lr_fn: the factor of a matrix's learning rate. "match_rms_adamw": 0.2·√max(N, K), with which its step is
-            about as large as AdamW's, so that one learning rate serves both; "original": √max(1, N/K).
+            about as large as AdamW's, so that one learning rate serves both; "original": √max(1, N/K). N must then be
+            the outputs; GPT-2's Conv1D and the experts of gpt-oss and Llama-4 have the inputs there.
         formats: the storage formats, without scales.
 
     Raises:
@@ -188,8 +189,10 @@ def _check_settings(group: dict[str, Any], formats: OptimizerFormats) -> None:
         raise ValueError(
             "each group of parameters must have use_muon, True or False: make them with octile.optim.muon_groups"
         )
-    if has_scales(formats):
-        raise ValueError(f"formats must be float32 or bfloat16 for Muon, not {formats}")
+    if has_scales(formats) or formats.master != "float32":
+        raise ValueError(f"formats must have float32 masters and no scales for Muon, not {formats}")
+    if type(group["merged"]) is not int or group["merged"] < 1:
+        raise ValueError(f"merged must be a number of matrices, not {group['merged']!r}")
     if not 0 <= group["momentum"] < 1:
         raise ValueError(f"momentum must be in [0, 1), not {group['momentum']}")
     check_decay("momentum", "momentum_buffer", group["momentum"], formats)

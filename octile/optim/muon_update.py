@@ -9,7 +9,7 @@ than its norm. Five times, from X = u/‖u‖:
     A = X·Xᵀ        X ← a·X + (b·A + c·A²)·X           a, b, c = 3.4445, −4.7750, 2.0315
 
 which maps each singular value σ to a·σ + b·σ³ + c·σ⁵. The coefficients make small values grow as fast as possible, so
-that the largest end between 0.68 and 1.2 instead of converging to 1. All operations, and their roundings, are those of
+that the largest end between 0.68 and 1.21 instead of converging to 1. All operations, and their roundings, are those of
 `torch.optim.Muon`; matrices of the same shape are multiplied as a batch.
 
 Source: K. Jordan, "Muon: An optimizer for hidden layers in neural networks"; Moonlight (arXiv 2502.16982) §2.2.
@@ -27,7 +27,7 @@ from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS,
 from octile.optim.row_shards import MatrixOwners, RowShard
 from octile.optim.storage import overwrite_
 
-BATCH = 2**24  # elements of a batch of matrices: its temporary tensors, about 12 bytes each, stay below 256 MiB
+BATCH = 2**24  # elements of a batch of matrices, if one has no more; about 12 bytes each are temporary
 
 
 class MatrixGroup(NamedTuple):

@@ -43,7 +43,7 @@ class MatrixOwners:
 
     def __init__(self, rows: Sequence[tuple[int, ...]], columns: Sequence[int], group: dist.ProcessGroup):
         rank, n_ranks = dist.get_rank(group), dist.get_world_size(group)
-        owners = _assign([_cost(sum(n), k) for n, k in zip(rows, columns, strict=True)], n_ranks)
+        owners = _assign([matrix_flops(sum(n), k) for n, k in zip(rows, columns, strict=True)], n_ranks)
         self._group, self._rows, self._columns = group, rows, columns
         self.own = [i for i, owner in enumerate(owners) if owner == rank]
         self._order = [i for owner in range(n_ranks) for i, its in enumerate(owners) if its == owner]
@@ -120,10 +120,10 @@ def check_placements(param: Any) -> None:
         )
 
 
-def _cost(n: int, k: int) -> int:
-    """Multiply-adds of an iteration of Newton–Schulz, without a common factor."""
+def matrix_flops(n: int, k: int) -> int:
+    """FLOPs of an iteration of Newton–Schulz for [n, k]: X·Xᵀ and its product with X, and the square of X·Xᵀ."""
     small, large = sorted((n, k))
-    return small**2 * (2 * large + small)
+    return 2 * small**2 * (2 * large + small)
 
 
 def _assign(costs: Sequence[int], n_ranks: int) -> list[int]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from octile.checkpoint.files import check_output_file
-from octile.checkpoint.hugging_face import CONFIG
 from octile.models.config import PRESETS, ModelConfig
 from octile.parallel.schedules import SCHEDULES, Costs, StageCosts
 from octile.plan.exchange import experts_at_equal_cost
@@ -107,6 +106,8 @@ class Options:
         """
         if self.preset in PRESETS:
             return PRESETS[self.preset]()
+        from octile.checkpoint.hugging_face import CONFIG  # late: it loads torch
+
         path = Path(self.preset)
         model = ModelConfig.read(path / CONFIG if path.is_dir() else path)
         if model.has_indexer:

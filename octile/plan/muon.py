@@ -15,7 +15,6 @@ from octile.plan.stages import Stage
 
 MATRIX_MOMENT_BYTES = 2  # one in BF16
 MATRIX_BYTES = 94  # of a matrix's element: read and written by the operators of octile/optim/muon_update.py but GEMMs
-ITERATIONS = 5  # of Newton–Schulz
 
 
 def held_projection(c: ModelConfig, stages: Sequence[Stage]) -> float:
@@ -29,6 +28,8 @@ def newton_schulz_flops(c: ModelConfig) -> tuple[float, float]:
     """FLOPs of a parameter in BF16: of routed experts, and of the other matrices, on average."""
     from octile.models.meta import meta_model  # late: they load torch
     from octile.optim import muon_groups
+    from octile.optim.muon_update import DEFAULT_NS_STEPS
+    from octile.optim.row_shards import matrix_flops
 
     model = meta_model(c)
     name_of = {parameter: name for name, parameter in model.named_parameters()}
@@ -37,12 +38,6 @@ def newton_schulz_flops(c: ModelConfig) -> tuple[float, float]:
         for parameter in group["params"] if group["use_muon"] else ():
             n, k = parameter.shape[-2] // group["merged"], parameter.shape[-1]
             is_routed = kind_of(name_of[parameter]) == "routed experts"
-            flops[is_routed] += parameter.numel() / (n * k) * ITERATIONS * matrix_flops(n, k)
+            flops[is_routed] += parameter.numel() / (n * k) * DEFAULT_NS_STEPS * matrix_flops(n, k)
             parameters[is_routed] += parameter.numel()
     return flops[True] / max(parameters[True], 1), flops[False] / max(parameters[False], 1)
-
-
-def matrix_flops(n: int, k: int) -> float:
-    """FLOPs of an iteration for a matrix [n, k]: X·Xᵀ and its product with X, and the square of X·Xᵀ."""
-    small, large = sorted((n, k))
-    return 4.0 * small**2 * large + 2.0 * small**3

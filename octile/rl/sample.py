@@ -19,7 +19,7 @@ class Completion:
 
     Attributes:
         prompt: the prompt, and the answer.
-        prompt_tokens: its tokens, the begin-of-text token included.
+        prompt_tokens: its tokens, with those that begin a prompt.
         tokens: the sampled tokens, with the end-of-text token if there is one: it was sampled, too.
         log_probs: the engine's log-probability of each of them.
         text: the text of the sampled tokens, without that of the end-of-text token.

@@ -247,8 +247,9 @@ def _no_grad_log_probs(model: DeepseekV3, part: Batch) -> Tensor:
 
 
 def longest_prompt(folder: Folder, prompts: Prompts) -> int:
-    """Return the tokens of the longest prompt, the begin-of-text token included."""
-    return 1 + max(map(len, folder.tokenizer.encode_batch(list(prompts.longest()))))
+    """Return the tokens of the longest prompt, with those that begin it."""
+    tokenizer = folder.tokenizer
+    return max(len(tokenizer.prefix) + max(map(len, tokenizer.encode_batch(list(prompts.longest())))), 1)
 
 
 def check_length(folder: Folder, longest: int, max_new_tokens: int) -> None:

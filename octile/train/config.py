@@ -666,7 +666,8 @@ def describe_settings(config: TrainConfig, first: tuple[str, ...] = ("preset", "
     default = preset(config.preset) if config.preset in MODELS else TrainConfig()
     other = {name: new for name, (_, new) in differences(default, config).items()}
     shown = {name: getattr(config, name) for name in first} | other
-    return ", ".join(f"{name} {shown[name]}" for name in shown if name not in ("out", "recipe_text", "guards_text"))
+    written = {name: " ".join(map(str, value)) if isinstance(value, tuple) else value for name, value in shown.items()}
+    return ", ".join(f"{name} {written[name]}" for name in written if name not in ("out", "recipe_text", "guards_text"))
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -298,7 +298,12 @@ def test_bytes_per_parameter_are_those_of_the_stored_tensors():
         ({"use_muon": True}, {"momentum": 1.0}, r"momentum must be in \[0, 1\), not 1\.0"),
         ({"use_muon": True}, {"momentum": 0.9999}, r"momentum=0\.9999 never lets a bfloat16 momentum_buffer decay"),
         ({"use_muon": True}, {"adjust_lr_fn": "other"}, "adjust_lr_fn must be one of match_rms_adamw, original"),
-        ({"use_muon": True}, {"formats": FP8_LM}, "formats must be float32 or bfloat16 for Muon, not OptimizerFormats"),
+        ({"use_muon": True, "merged": 0}, {}, "merged must be a number of matrices, not 0"),
+        (
+            {"use_muon": True},
+            {"formats": FP8_LM},
+            "formats must have float32 masters and no scales for Muon, not OptimizerFormats",
+        ),
         ({"use_muon": True, "merged": 2}, {}, r"merged must divide the rows of a parameter \[33, 17\], not 2"),
         ({"use_muon": True}, {"weight_decay": -1.0}, "weight_decay must be at least 0"),
     ],

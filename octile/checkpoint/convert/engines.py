@@ -33,6 +33,7 @@ SPLIT_COLUMNS = ("o_proj", "down_proj", "w2")
 REORDERED = ("bloom", "gpt_neox")  # models whose query_key_value is sorted by q, k and v when it is loaded
 GPUS = (2, 4, 8)
 # What the engines' own loaders do with folders of these models, whose shapes they take: `tools.write_architectures`.
+ENGINES = "vLLM 0.26 and SGLang 0.5.23"
 UNREAD_SCALES = "SGLang 0.5.23 does not read the scales of this model's FP8 weights, and computes with others"
 LOADER_WARNINGS = {
     **dict.fromkeys(("gpt_oss", "llama", "llama4_text", "mistral", "mistral3", "phi3", "whisper"), UNREAD_SCALES),
@@ -62,11 +63,11 @@ def _why_refused(weights: Shapes, fp8: set[str], config: Mapping[str, Any]) -> t
     refused = dict.fromkeys(reason for name in sorted(fp8) for reason in _why_not_merged(name, weights, fp8, config))
     refused |= dict.fromkeys(_why_not_experts(weights, fp8))
     if refused:
-        return tuple(f"vLLM and SGLang refuse this checkpoint: {reason}" for reason in refused)
+        return tuple(f"{ENGINES} refuse this checkpoint: {reason}" for reason in refused)
     for gpus in GPUS:
         for name in sorted(fp8):
             if reason := _why_not_split(name, weights[name], gpus, config):
-                return (f"vLLM and SGLang refuse to split this checkpoint over {gpus} GPUs: {reason}",)
+                return (f"{ENGINES} refuse to split this checkpoint over {gpus} GPUs: {reason}",)
     return ()
 
 

@@ -260,7 +260,7 @@ class Service:
         echo = None
         if body.echo:
             texts = [p if isinstance(p, str) else self.tokenizer.decode(p) for p in body.prompts]
-            before = [len(self.tokenizer.prefix) if p else 1 for p in texts]
+            before = [len(self.tokenizer.prefix) or (0 if p else 1) for p in texts]
             begins = [n if isinstance(p, str) else 0 for n, p in zip(before, body.prompts, strict=True)]
             echo = Echo(texts, begins, body.logprobs, body.max_tokens == 0)
         answer = Completion(self.model, self.tokenizer, prompts, body.n or 1, _shown(body), echo)

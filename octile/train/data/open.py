@@ -93,6 +93,6 @@ def check_prompt(config: TrainConfig, store: TokenStore) -> None:
     Raises:
         ValueError: it does.
     """
-    length, context = 1 + len(store.tokenizer.encode(config.prompt)), config.model.max_position_embeddings
+    length, context = len(store.tokenizer.encode_prompt(config.prompt)), config.model.max_position_embeddings
     if length >= context:
         raise ValueError(f"prompt has {length} tokens, which fill the model's context of {context}")

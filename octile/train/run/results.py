@@ -115,7 +115,7 @@ def sample_text(trainer: Trainer, store: TokenStore, run: RunFolder) -> str:
     written, and the report does not depend on it.
     """
     prompt = trainer.config.prompt
-    available = trainer.config.model.max_position_embeddings - 1 - len(store.tokenizer.encode(prompt))
+    available = trainer.config.model.max_position_embeddings - len(store.tokenizer.encode_prompt(prompt))
     sampling = Sampling(min(SAMPLE_TOKENS, available), temperature=0.8, top_p=0.95)
     try:
         return prompt + "".join(generate_from(run.path, prompt, sampling, trainer.device))

@@ -4,8 +4,8 @@ import pytest
 
 from octile.checkpoint.convert.engines import engine_warnings
 
-REFUSED = "vLLM and SGLang refuse this checkpoint: "
-SPLIT = "vLLM and SGLang refuse to split this checkpoint over "
+REFUSED = "vLLM 0.26 and SGLang 0.5.23 refuse this checkpoint: "
+SPLIT = "vLLM 0.26 and SGLang 0.5.23 refuse to split this checkpoint over "
 
 
 def checkpoint(layer: str = "model.layers.3", d: int = 4096, **sizes: int) -> dict[str, tuple[int, int]]:
