@@ -143,7 +143,7 @@ class Tokenizer:
         """
         marked, plain = (self.backend.encode("a", add_special_tokens=adds).ids for adds in (True, False))
         before = next((i for i in range(len(marked)) if marked[i : i + len(plain)] == plain), 0)
-        adds_begin = self.config.get("add_bos_token") is True and token_text(self.config.get("bos_token")) is not None
+        adds_begin = self.config.get("add_bos_token") is True and bool(token_text(self.config.get("bos_token")))
         return marked[:before] or [self.begin] * adds_begin
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
