@@ -114,6 +114,7 @@ def test_packed_texts_are_masked():
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_packed_texts_of_another_model_are_masked_during_a_graph_break():
     model, other = apply_recipe(llama()), llama()
     positions = torch.cat((torch.arange(10), torch.arange(14))).expand(2, -1)
@@ -160,6 +161,7 @@ def test_only_models_that_count_positions_from_0_on_have_hooks():
         assert hooks == (["model"] if model is not opt else [])
 
 
+@pytest.mark.exhaustive
 def test_with_checkpointing_a_model_is_one_graph_without_a_mask():
     model = apply_recipe(llama()).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -51,6 +51,16 @@ def is_examples(source: str | Path) -> bool:
     return str(source).endswith(SUFFIX) and "://" not in str(source) and not str(source).startswith("hf:")
 
 
+def holds_examples(path: Path) -> bool:
+    """Whether the first line of a file is an example, whatever the file's name."""
+    with path.open("rb") as lines:
+        try:
+            row = json.loads(lines.readline().removeprefix(codecs.BOM_UTF8))
+        except (ValueError, RecursionError):
+            return False
+    return isinstance(row, dict) and ("messages" in row or "text" in row or {"prompt", "completion"} <= row.keys())
+
+
 def read_examples(path: Path, tokenizer: Tokenizer, template: ChatTemplate) -> Iterator[Example]:
     """Read the examples of a file, in its order. Empty lines are skipped.
 
@@ -89,6 +99,9 @@ def _parse(line: bytes) -> dict[str, Any]:
     read = {name: value for name, value in row.items() if name in FIELDS and value is not None}
     if not any(name in read for name in TEXTS):
         raise ValueError(f"must have {KINDS}; it has {', '.join(map(repr, row)) or 'no field'}")
+    if len(pair := read.keys() & {"prompt", "completion"}) == 1:
+        (lacking,) = {"prompt", "completion"} - pair
+        raise ValueError(f"has no {lacking}; it has {', '.join(map(repr, row))}")
     for name, value in read.items():
         try:
             json.dumps(value, ensure_ascii=False).encode()

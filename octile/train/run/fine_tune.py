@@ -29,7 +29,7 @@ from octile.models.deepseek_v3 import DeepseekV3
 from octile.recipe import Recipe
 from octile.scaled import quantize
 from octile.train.config import OptimConfig, TrainConfig
-from octile.train.data.examples import is_examples
+from octile.train.data.examples import holds_examples, is_examples
 
 SHAPE = (  # fields of the model that determine its weights and their shapes
     *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers"),
@@ -78,13 +78,19 @@ def check_examples(config: TrainConfig) -> None:
     """Refuse to train on examples what cannot be.
 
     Raises:
-        ValueError: the data is a folder. There are no weights to begin with, and with them no tokenizer and chat
-            template. Layers do not know the borders of texts that share a sequence, as in sparse attention and in a
-            pipeline.
+        ValueError: the data is a folder, or a file of examples that has another suffix. There are no weights to begin
+            with, and with them no tokenizer and chat template. Layers do not know the borders of texts that share a
+            sequence, as in sparse attention and in a pipeline.
     """
+    path = Path(config.data)
     if not is_examples(config.data):
+        if path.is_file() and holds_examples(path):
+            raise ValueError(
+                f"data {config.data!r} would be read as plain text, but its first line is an example: "
+                f"rename it to {path.with_suffix('.jsonl').name}"
+            )
         return
-    if Path(config.data).is_dir():
+    if path.is_dir():
         raise ValueError(
             f"data {config.data!r} must be a file of examples, but is a folder: name a file in it by --data"
         )

@@ -147,7 +147,7 @@ def test_the_chat_template_of_the_folder_goes_with_the_tokenizer(prepared, token
         ({"question": "a"}, "must have \"messages\", .*; it has 'question'"),
         ({"text": "a", "prompt": "b"}, "it has 'text', 'prompt'"),
         ({"text": 3}, "text must be a text, not 3"),
-        ({"prompt": "a"}, "completion must be a text, not None"),
+        ({"prompt": "a", "completon": "b"}, "has no completion; it has 'prompt', 'completon'"),
         ({"messages": []}, "messages must be a list of at least one message"),
         ({"messages": [{"role": "bot", "content": "a"}]}, r"messages\[0\].role must be one of system, .*, not 'bot'"),
         ({"messages": [{"role": "user"}]}, r"messages\[0\].content must be a text, not None"),

@@ -95,3 +95,16 @@ def test_attention_of_serving_is_refused(tmp_path):
     assert Recipe.exact().batch_invariant
     with pytest.raises(ValueError, match=r"recipe exact does not train on examples \(data 'x.jsonl'\)"):
         check_recipe(micro(data="x.jsonl", init_from=tmp_path, recipe="exact"))
+
+
+@pytest.mark.parametrize("name", ["chats.json", "chats.txt", "chats"])
+def test_examples_by_another_name_are_refused(tmp_path, name):
+    (tmp_path / name).write_text('{"prompt": "47 + 38 =", "completion": " 85"}\n')
+    with pytest.raises(ValueError, match=r"its first line is an example: rename it to chats\.jsonl$"):
+        check_examples(micro(data=str(tmp_path / name)))
+
+
+@pytest.mark.parametrize("text", ["def f(): pass\n", '{"a": 1}\n', "[1]\n", ""])
+def test_plain_text_is_no_file_of_examples(tmp_path, text):
+    (tmp_path / "a.txt").write_text(text)
+    check_examples(micro(data=str(tmp_path / "a.txt")))
