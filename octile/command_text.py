@@ -3,10 +3,17 @@
 import shlex
 from pathlib import Path
 
+from octile.torchrun import processes_of_host
+
 
 def train_command(n_ranks: int) -> str:
-    """What starts a run on so many processes, before its options."""
-    return "octile train" if n_ranks == 1 else f"torchrun --nproc-per-node {n_ranks} -m octile train"
+    """What starts a run on so many processes, before its options: as many on a host as torchrun has here."""
+    if n_ranks == 1:
+        return "octile train"
+    here = processes_of_host()
+    if here is None or n_ranks == here or n_ranks % here:
+        return f"torchrun --nproc-per-node {n_ranks} -m octile train"
+    return f"torchrun --nnodes {n_ranks // here} --nproc-per-node {here} … -m octile train"
 
 
 def path_argument(path: Path) -> str:

@@ -13,6 +13,11 @@ def own_rank() -> int:
     return int(os.environ.get("RANK") or 0)
 
 
+def processes_of_host() -> int | None:
+    """The number of processes that torchrun started on this host, None without it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or 0) or None
+
+
 def check_one_process(command: str) -> None:
     """Refuse several processes for a command that would write the same files in each.
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from octile.command_text import quoted_path
+from octile.command_text import quoted_path, train_command
 
 
 @pytest.mark.parametrize("path", ["run", "a run's", "-dash", "-a run", "--out"])
@@ -13,3 +13,21 @@ def test_a_printed_path_is_the_same_path_and_no_option(path):
     (argument,) = shlex.split(quoted_path(Path(path)))
     assert Path(argument) == Path(path)
     assert not argument.startswith("-")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "here", "command"),
+    [
+        (1, None, "octile train"),
+        (8, None, "torchrun --nproc-per-node 8 -m octile train"),
+        (8, "8", "torchrun --nproc-per-node 8 -m octile train"),
+        (16, "8", "torchrun --nnodes 2 --nproc-per-node 8 … -m octile train"),
+        (12, "8", "torchrun --nproc-per-node 12 -m octile train"),
+    ],
+)
+def test_a_run_on_several_hosts_names_their_number(monkeypatch, ranks, here, command):
+    if here is None:
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
+    assert train_command(ranks) == command
