@@ -662,9 +662,13 @@ def _as_option(name: str, value: Any) -> str:
 
 
 def describe_settings(config: TrainConfig, first: tuple[str, ...] = ("preset", "recipe", "seed")) -> str:
-    """A configuration in a line: the settings in `first`, and what else differs from the preset's default."""
+    """A configuration in a line: the settings in `first`, and what else differs from the preset's default.
+
+    Not described is what a folder's config.json says besides the model's fields.
+    """
     default = preset(config.preset) if config.preset in MODELS else TrainConfig()
     other = {name: new for name, (_, new) in differences(default, config).items()}
+    other = {name: value for name, value in other.items() if not name.startswith("model.extra")}
     shown = {name: getattr(config, name) for name in first} | other
     written = {name: " ".join(map(str, value)) if isinstance(value, tuple) else value for name, value in shown.items()}
     return ", ".join(f"{name} {written[name]}" for name in written if name not in ("out", "recipe_text", "guards_text"))

@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from octile.models.config import PRESETS
-from octile.train.config import OptimConfig, ParallelConfig, TrainConfig, changed_settings, preset, published_schedule
+from octile.train.config import (
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+    changed_settings,
+    describe_settings,
+    preset,
+    published_schedule,
+)
 from octile.train.step.progress import batch_ramp, schedule
 from tests.train.conftest import MICRO
 
@@ -275,3 +283,9 @@ def test_a_run_of_an_earlier_version_has_one_rank():
     saved = json.loads(TrainConfig().to_json())
     del saved["parallel"]
     assert TrainConfig.from_json(json.dumps(saved)) == TrainConfig()
+
+
+def test_a_line_of_settings_joins_tuples_and_leaves_out_other_fields_of_a_folder():
+    model = replace(preset("tiny").model, extra={"architectures": ["A"]}, hidden_size=384)
+    line = describe_settings(replace(preset("tiny"), model=model, log=("wandb", "mlflow")))
+    assert line == "preset tiny, recipe deepseek_v3, seed 0, log wandb mlflow, model.hidden_size 384"
