@@ -23,7 +23,7 @@ PROGRAMS = {  # each writes its arguments into a file
     "torchrun": 'printf "%s\\n" "$@" >"$TRACE/torchrun-${SLURM_NODEID-0}"; sleep "${WAIT:-0}" & wait',
     "scontrol": 'echo "$@" >>"$TRACE/scontrol"; [[ $1 == show ]] && printf "first\\nsecond\\n" || true',
     "scancel": 'echo "$@" >"$TRACE/scancel"; kill "$(cat "$TRACE/srun")"',
-    "srun": 'echo $$ >"$TRACE/srun"; shift; for n in 0 1; do SLURM_NODEID=$n "$@"; done',
+    "srun": 'echo $$ >"$TRACE/srun"; while [[ $1 == -* ]]; do shift; done; for n in 0 1; do SLURM_NODEID=$n "$@"; done',
 }
 OF_SLURM = {"SLURM_JOB_ID": "1234567", "SLURM_JOB_NUM_NODES": f"{NODES}", "SLURM_NNODES": f"{NODES}"}
 OF_SLURM |= {"SLURM_GPUS_ON_NODE": f"{GPUS}", "SLURM_JOB_NODELIST": "first,second"}
