@@ -229,7 +229,7 @@ def test_an_interval_that_was_looked_at_before_its_last_pair_allows_for_that():
     low, high = percent(interval.low).removesuffix("%"), percent(interval.high)
     assert interval.high > BAR
     assert f"reaches from {low} to {high}, over the bar" in page("docs/results/loss.md")
-    assert f"{span(gaps)} after {len(gaps)} of 24 planned pairs, and {low} to {high} if it allows" in page("README.md")
+    assert f"{span(gaps)} after {len(gaps)} of 24 planned pairs, and {low} to {high} corrected" in page("README.md")
     assert "At no size have runs in FP8 from the first step been shown yet to end within 0.25%" in page("README.md")
 
 

@@ -96,7 +96,7 @@ record = cache(Record)
 
 def readme() -> Rows:
     """The table of the README, one number in a cell; each ratio links to its record. The H100's record may be older."""
-    rows = [["metric", "octile", "peer", "peer's", "ratio", "ratio on an H100", "day of November"]]
+    rows = [["metric", "octile", "peer", "peer's", "ratio", "ratio on an H100", "measured, November 2026"]]
 
     def add(
         metric: str, r: Record, ours: float, peer: str, theirs: float, found: str, h100: str = "", digits: int = 0
