@@ -14,7 +14,14 @@ from octile.options import CommandGroup, Given
 from octile.options.names import option_names, with_options
 
 PACKAGE = Path(octile.__file__).parent
-OTHERS = {"--nproc-per-node", "--max-restarts", "--help", "--help-all", "--version"}  # the first two are torchrun's
+OTHERS = {
+    "--nnodes",
+    "--nproc-per-node",
+    "--max-restarts",
+    "--help",
+    "--help-all",
+    "--version",
+}  # the first three: torchrun's
 OWN_OPTIONS = (  # vLLM's, NVRTC's, git's, …
     "bench/serve/peer/vllm.py", "kernels", "lab/probe", "lab/promotion.py", "report/machine.py", "report/svg.py",
 )  # fmt: skip
