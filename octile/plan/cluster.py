@@ -45,8 +45,8 @@ class Options:
     most 4,096 tokens. Without any of the six options the published layout itself is planned, where there is one.
 
     Attributes:
-        preset: the model: tiny, small, medium, v2_lite_16b, v2_236b or v3_671b; or the config.json of another model of
-            DeepSeek-V3's family, or a folder with one.
+        preset: the model: tiny, small, medium, v2_lite_16b, v2_236b or v3_671b.
+        model: a config.json of DeepSeek-V3's family, or a folder with one: it is planned instead of a preset.
         cluster: h800_2048, h100_8, h200_8 or h200_2048, or a TOML file like those in octile/plan/clusters.
         gpus: GPUs of the cluster, if not all.
         pp: ranks of the pipeline.
@@ -63,6 +63,7 @@ class Options:
     """
 
     preset: str = "v3_671b"
+    model: Path | None = None
     cluster: str = "h800_2048"
     gpus: Count | None = None
     pp: Count | None = None
@@ -79,8 +80,8 @@ class Options:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.preset not in PRESETS and not Path(self.preset).exists():
-            raise ValueError(f"unknown preset {self.preset!r}; there are {', '.join(PRESETS)}, or name a config.json")
+        if self.preset not in PRESETS:
+            raise ValueError(f"unknown preset {self.preset!r}; there are {', '.join(PRESETS)}")
         if not self.json:
             check_output_file("out", self.out, ".svg", ".png")
             check_output_file("trace", self.trace, ".json")
@@ -98,20 +99,25 @@ class Options:
             raise ValueError(f"gpus must be at most the {cluster.gpus:,} of cluster {cluster.name}, not {self.gpus:,}")
         return replace(cluster, gpus=self.gpus)
 
-    def model(self) -> ModelConfig:
+    @property
+    def name(self) -> str:
+        """The name of the model: the preset's or its path."""
+        return self.preset if self.model is None else str(self.model)
+
+    def read_model(self) -> ModelConfig:
         """The model of the preset or of the config.json.
 
         Raises:
             ValueError, FileNotFoundError: as for `ModelConfig.read`; or its attention is sparse.
         """
-        if self.preset in PRESETS:
+        if self.model is None:
             return PRESETS[self.preset]()
         from octile.checkpoint.hugging_face import CONFIG  # late: it loads torch
 
-        path = Path(self.preset)
+        path = self.model
         model = ModelConfig.read(path / CONFIG if path.is_dir() else path)
         if model.has_indexer:
-            raise ValueError(f"preset must be a model whose attention is not sparse, since no plan has it: {path} has")
+            raise ValueError(f"model must have attention that is not sparse, since no plan has it: {path} has")
         return model
 
     @property
@@ -141,7 +147,7 @@ def run(options: Options) -> None:
         print(json.dumps(as_json(options, result), indent=2))
         return
     plan = result.plan
-    title = f"{options.preset} on {plan.cluster.gpus:,} {plan.cluster.gpu.name}: {plan.layout}"
+    title = f"{options.name} on {plan.cluster.gpus:,} {plan.cluster.gpu.name}: {plan.layout}"
     save_plan(options.out, title, plan.simulation, plan.seconds_by_kind, plan.memory)
     write_trace(options.trace, plan)
     _print(title, result)
@@ -155,11 +161,11 @@ def make_plan(options: Options) -> Result:
     Raises:
         ValueError, FileNotFoundError: as for `run`.
     """
-    cluster, model = options.read(), options.model()
+    cluster, model = options.read(), options.read_model()
     if options.scatter.is_given:
         options.scatter.check(cluster.gpus)
     whole = read_cluster(options.cluster).gpus
-    published = cluster.published(options.preset) if cluster.gpus == whole else None
+    published = cluster.published(options.preset) if options.model is None and cluster.gpus == whole else None
     length = min(Layout.sequence_length, model.max_position_embeddings)
     default = published or Layout(batch_size=SEQUENCES_PER_GPU * cluster.gpus, sequence_length=length)
     default = replace(default, optimizer=options.optimizer)
@@ -177,7 +183,7 @@ def make_plan(options: Options) -> Result:
             asked = f" with {named}" if given else ""
             number = f"the {cluster.gpus:,}" if cluster.gpus == whole else f"{cluster.gpus:,} of the {whole:,}"
             on = f"{number} GPUs of {cluster.name}"
-            raise ValueError(f"no layout of {options.preset}{asked} can run on {on}: {found.nearest}")
+            raise ValueError(f"no layout of {options.name}{asked} can run on {on}: {found.nearest}")
         plan = found.plans[0]
     replicas = None
     if options.scatter.is_given:
@@ -190,7 +196,7 @@ def as_json(options: Options, result: Result) -> dict[str, Any]:
     """The result as JSON: numbers, whose keys have the unit; MFU is a share of 1."""
     plan = result.plan
     content: dict[str, Any] = {
-        "preset": options.preset,
+        "preset": options.name,
         "cluster": plan.cluster.name,
         "gpus": plan.cluster.gpus,
         "layout": asdict(plan.layout) | {"dp": plan.layout.dp(plan.cluster)},

@@ -59,20 +59,21 @@ def test_the_configuration_of_a_folder_is_planned_as_the_preset_with_its_shape(c
     ModelConfig.tiny().write(folder / "config.json")
     options = ("--cluster", "h200_8", "--pp", "2", "--json")
     found, preset = (
-        json.loads(call(capsys, "plan", "cluster", "--preset", name, *options)[1]) for name in (str(folder), "tiny")
+        json.loads(call(capsys, "plan", "cluster", *model, *options)[1])
+        for model in (("--model", str(folder)), ("--preset", "tiny"))
     )
     assert found == preset | {"preset": str(folder)}
 
 
 def test_sparse_attention_is_not_planned(capsys, folder):
     replace(ModelConfig.tiny(), index_topk=8, index_n_heads=2, index_head_dim=64).write(folder / "config.json")
-    message = refused(capsys, "plan", "cluster", "--preset", "config.json")
-    assert "--preset must be a model whose attention is not sparse" in message
+    message = refused(capsys, "plan", "cluster", "--model", "config.json")
+    assert "--model must have attention that is not sparse" in message
 
 
 def test_a_model_of_another_family_is_not_planned(capsys, folder):
     (folder / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
-    assert "model_type is 'llama'" in refused(capsys, "plan", "cluster", "--preset", "config.json")
+    assert "model_type is 'llama'" in refused(capsys, "plan", "cluster", "--model", "config.json")
 
 
 @pytest.mark.parametrize(
