@@ -161,6 +161,8 @@ def _message(name: str, message: object) -> dict[str, Any]:
         raise ValueError(f'{name} must be {{"role": …, "content": …}}, not {quoted(message)}')
     message = {key: value for key, value in message.items() if value is not None}
     role, content = message.get("role"), message.get("content")
+    if role is None:
+        raise ValueError(f"{name} has no role; it has {', '.join(map(repr, message)) or 'no field'}")
     if role not in ROLES:
         raise ValueError(f"{name}.role must be one of {', '.join(ROLES)}, not {quoted(role)}")
     if message.get("weight", 1) != 1:

@@ -150,6 +150,7 @@ def test_the_chat_template_of_the_folder_goes_with_the_tokenizer(prepared, token
         ({"prompt": "a", "completon": "b"}, "has no completion; it has 'prompt', 'completon'"),
         ({"messages": []}, "messages must be a list of at least one message"),
         ({"messages": [{"role": "bot", "content": "a"}]}, r"messages\[0\].role must be one of system, .*, not 'bot'"),
+        ({"messages": [{"from": "gpt", "value": "a"}]}, r"messages\[0\] has no role; it has 'from', 'value'"),
         ({"messages": [{"role": "user"}]}, r"messages\[0\].content must be a text, not None"),
         ({"messages": [{"role": "assistant", "content": "a", "weight": 0}]}, r"messages\[0\].weight must be 1, not 0"),
         ({"text": "\ud800"}, r"text must be text that UTF-8 can encode, but has a lone surrogate, \\ud800"),
