@@ -138,7 +138,7 @@ def run(store: TokenStore, job: Job, out: Path) -> Result:
             result.state = "done" if trainer.steps_done == end else "stopped"
             if average.count:
                 with average.applied():
-                    losses_N = trainer.evaluator.token_losses(final_windows).double().mean(1)
+                    losses_N = window_losses(trainer, final_windows)
                 result.averaged_window_loss = [_rounded(loss, 6) for loss in losses_N.tolist()]
             if job.is_trunk and result.state == "done":
                 branch.save(trainer, out.with_name(f"{job.name}.pt"))
@@ -170,7 +170,7 @@ def _record(result: Result, lines: list[dict[str, Any]], trainer: Trainer) -> No
 
 
 def _validate(result: Result, trainer: Trainer, windows: Tensor) -> list[float]:
-    losses_N = trainer.evaluator.token_losses(windows).double().mean(1)
+    losses_N = window_losses(trainer, windows)
     result.val_steps.append(trainer.steps_done)
     result.val_loss.append(losses_N.mean().item())
     result.val_error.append(_rounded(losses_N.std().item() / len(losses_N) ** 0.5))
@@ -214,10 +214,15 @@ class WeightAverage:
                 torch._foreach_copy_(self._parameters, own)
 
 
+def window_losses(trainer: Trainer, windows: Tensor) -> Tensor:
+    """Return the loss of each window, float64 [N], of the trainer's weights."""
+    return trainer.evaluator.token_losses(windows).double().mean(1)
+
+
 def losses_under(name: str, trainer: Trainer, windows: Tensor) -> Tensor:
     """Return the loss of each window, float64 [N], of the trainer's weights under another recipe, which it then has."""
     trainer.strategy.use_recipe(recipe(name))
-    return trainer.evaluator.token_losses(windows).double().mean(1)
+    return window_losses(trainer, windows)
 
 
 def _first_facts(trainer: Trainer, ready: float) -> dict[str, Any]:

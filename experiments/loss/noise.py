@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.loss.jobs import DESIGNS, SCANS
-from experiments.loss.report import Results, gap
+from experiments.loss.report import STEEP, Results, gap, step_below
 from octile.bench.rows import align_columns
 
-FALLEN = 3.2  # nats: below that the steep fall of the loss is under way
 Result = dict[str, Any]
 
 
@@ -30,11 +29,6 @@ def averaged_gap(run: Result, base: Result) -> float:
         return math.nan
     a, b = (statistics.fmean(loss) for loss in losses if loss)
     return a / b - 1
-
-
-def first_step_below(run: Result, loss: float = FALLEN) -> int | None:
-    """Return the step at which the mean loss since the line before is first below `loss`; None if it never is."""
-    return next((step for step, value in zip(run["steps"], run["loss"], strict=True) if value < loss), None)
 
 
 def pairs_of(r: Results, design: str) -> list[tuple[Result, Result]]:
@@ -76,16 +70,16 @@ def design_table(r: Results) -> str:
 
 
 def fall_table(r: Results) -> str:
-    """Format when the loss of each run of the scan and of each pair falls below FALLEN."""
-    rows = [["runs", "step at which the loss is below 3.2, by seed", "held-out loss"]]
+    """Format when the loss of each run of the scan and of each pair falls below STEEP."""
+    rows = [["runs", f"step at which the loss is below {STEEP}, by seed", "held-out loss"]]
     for name in SCANS:
         runs = [x for key, x in sorted(r.all.items()) if key.startswith(f"noise-scan-{name}-") and x.get("val_loss")]
         if runs:
-            steps = ", ".join(str(first_step_below(run) or "–") for run in runs)
+            steps = ", ".join(step_below(run, STEEP) for run in runs)
             rows.append([f"scan, {name}", steps, ", ".join(f"{run['val_loss'][-1]:.3f}" for run in runs)])
     for design in DESIGNS:
         for run, base in pairs_of(r, design):
-            steps = ", ".join(str(first_step_below(x) or "–") for x in (base, run))
+            steps = ", ".join(step_below(x, STEEP) for x in (base, run))
             losses = ", ".join(f"{x['val_loss'][-1]:.3f}" for x in (base, run))
             rows.append([f"{design}, seed {base['job']['seed']}, BF16 and FP8", steps, losses])
     return align_columns(rows, right=set())

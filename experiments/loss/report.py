@@ -310,7 +310,7 @@ def core_table(r: Results) -> str:
                     _loss(result),
                     _percent(gap(result, base)[0]) + (" (the noise)" if is_base else "") if base else "",
                     interval(result, base) if base else "",
-                    _step_below(result, STEEP),
+                    step_below(result, STEEP),
                     _integer(speed(result)),
                     f"{result['facts'].get('peak_GiB', math.nan):.1f}",
                     _ending(result),
@@ -318,7 +318,7 @@ def core_table(r: Results) -> str:
     return _table(rows)
 
 
-def _step_below(result: Result, level: float) -> str:
+def step_below(result: Result, level: float) -> str:
     """Return the first step at which the training loss, a mean over some steps, is below a level."""
     return next((f"{step:,}" for step, loss in zip(result["steps"], result["loss"], strict=True) if loss < level), "–")
 

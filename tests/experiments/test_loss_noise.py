@@ -7,8 +7,8 @@ import torch
 
 from experiments.loss.job import WeightAverage
 from experiments.loss.jobs import DESIGNS, NOISE_SEEDS, SCAN_SEEDS, SCANS, all_jobs
-from experiments.loss.noise import averaged_gap, design_table, fall_table, first_step_below
-from experiments.loss.report import Results
+from experiments.loss.noise import averaged_gap, design_table, fall_table
+from experiments.loss.report import Results, step_below
 
 
 def result(name, group, recipe, seed, loss):
@@ -42,7 +42,7 @@ def test_the_scan_and_each_pair_say_when_the_loss_falls(results):
 
 
 def test_a_loss_that_never_falls_has_no_step(results):
-    assert first_step_below(results.all["noise-usual-30m-bf16-0"], 3.0) is None
+    assert step_below(results.all["noise-usual-30m-bf16-0"], 3.0) == "–"
 
 
 def test_the_gap_of_averaged_weights_is_that_of_their_windows(results):
