@@ -88,8 +88,7 @@ def muon_(groups: Sequence[MatrixGroup], skip: Tensor | None = None, gradient_sc
     step = _Step(skip, gradient_scale)
     whole = [piece for piece in pieces if piece.row_shard is None]
     for batch in _batches([piece.weight for piece in whole]):
-        results = newton_schulz(torch.cat([step.direction(whole[i]) for i in batch]))
-        for i, result in zip(batch, results.split([len(whole[i].weight) for i in batch]), strict=True):
+        for i, result in zip(batch, _newton_schulz_of_each([step.direction(whole[i]) for i in batch]), strict=True):
             step.apply_(whole[i], result)
     divided: dict[dist.ProcessGroup, list[_Piece]] = {}
     for piece in pieces:
@@ -116,6 +115,11 @@ def newton_schulz(u_BNK: Tensor) -> Tensor:
         polynomial = torch.baddbmm(a, a, a, beta=DEFAULT_B, alpha=DEFAULT_C)
         x = torch.baddbmm(x, polynomial, x, beta=DEFAULT_A)
     return x.mT if is_tall else x
+
+
+def _newton_schulz_of_each(stacks: Sequence[Tensor]) -> Sequence[Tensor]:
+    """NS of stacks [B, N, K] of the same N and K, multiplied as one batch."""
+    return newton_schulz(torch.cat(list(stacks))).split([len(stack) for stack in stacks])
 
 
 class _Step:
@@ -169,8 +173,7 @@ def _update_divided_(pieces: Sequence[_Piece], ranks: dist.ProcessGroup, step: _
     wholes = owners.collect(directions)
     results = [whole.view(-1, *pieces[i].shape) for i, whole in zip(owners.own, wholes, strict=True)]
     for batch in _batches(results):
-        found = newton_schulz(torch.cat([results[i] for i in batch]))
-        for i, result in zip(batch, found.split([len(results[i]) for i in batch]), strict=True):
+        for i, result in zip(batch, _newton_schulz_of_each([results[i] for i in batch]), strict=True):
             results[i] = result
     parts = owners.distribute([result.flatten(0, 1) for result in results], directions[0])
     for piece, part in zip(pieces, parts, strict=True):
