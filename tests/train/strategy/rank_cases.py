@@ -171,18 +171,28 @@ def check_moved_run(store: TokenStore, ranks: Ranks, ep: int) -> None:
     """A checkpoint goes from one process to the ranks and back."""
     folder = Path(ranks.from_first(tempfile.mkdtemp, str))
     alone, own = trainers(store, ranks, ep)
+    move_to_ranks(ranks, alone, own, folder)
+    check_close(steps(own, 2), steps_of_one_process(ranks, alone, 2), **EXACT)
+    check_moved_back(store, ranks, alone, own, folder, 2)
+
+
+def move_to_ranks(ranks: Ranks, alone: Trainer, own: Trainer, folder: Path) -> None:
+    """Make two steps in one process, and let the ranks continue from its checkpoint."""
     steps_of_one_process(ranks, alone, 2)
     single = ranks.from_first(lambda: save_checkpoint(folder / "single", 2, *alone.state()), Path)
     checkpoint = ShardedCheckpoint(single)
     own.load(own.strategy.layout.own_rows(checkpoint), checkpoint.state)
-    check_close(steps(own, 2), steps_of_one_process(ranks, alone, 2), **EXACT)
+
+
+def check_moved_back(store: TokenStore, ranks: Ranks, alone: Trainer, own: Trainer, folder: Path, n: int) -> None:
+    """A new trainer of one process makes the same next n steps from a checkpoint of the ranks; removes the folder."""
     checkpoints = DistributedCheckpoints(folder / "sharded")
     tensors, state = own.state()
-    checkpoints.save(4, own.strategy.layout.chunks(tensors), state)
-    steps_after = steps(own, 2)  # while it is written
+    checkpoints.save(own.steps_done, own.strategy.layout.chunks(tensors), state)
+    after = steps(own, n)  # while it is written
     again = Trainer(alone.config, store, device_of(ranks))
     again.load(*load_checkpoint(checkpoints.latest()))
-    check_close(steps_after, steps_of_one_process(ranks, again, 2), **EXACT)
+    check_close(after, steps_of_one_process(ranks, again, n), **EXACT)
     checkpoints.close()
     dist.barrier()
     ranks.from_first(lambda: shutil.rmtree(folder))
@@ -195,10 +205,7 @@ def check_muon(store: TokenStore, ranks: Ranks, ep: int) -> None:
     """
     folder = Path(ranks.from_first(tempfile.mkdtemp, str))
     alone, own = trainers(store, ranks, ep, optim=MUON)
-    steps_of_one_process(ranks, alone, 2)
-    single = ranks.from_first(lambda: save_checkpoint(folder / "single", 2, *alone.state()), Path)
-    checkpoint = ShardedCheckpoint(single)
-    own.load(own.strategy.layout.own_rows(checkpoint), checkpoint.state)
+    move_to_ranks(ranks, alone, own, folder)
     same, of_alone = own.strategy.layout.whole(own.state()[0]), alone.state()[0]
     if ranks.is_first:
         assert any(name.endswith("momentum_buffer") for name in same)
@@ -206,16 +213,7 @@ def check_muon(store: TokenStore, ranks: Ranks, ep: int) -> None:
     lines = steps(own)
     check_close(lines, steps_of_one_process(ranks, alone), rtol=2e-4, atol=0.0)
     check_same_everywhere(own, lines)
-    checkpoints = DistributedCheckpoints(folder / "sharded")
-    tensors, state = own.state()
-    checkpoints.save(5, own.strategy.layout.chunks(tensors), state)
-    after = steps(own, 1)  # while it is written
-    again = Trainer(alone.config, store, device_of(ranks))
-    again.load(*load_checkpoint(checkpoints.latest()))
-    check_close(after, steps_of_one_process(ranks, again, 1), **EXACT)
-    checkpoints.close()
-    dist.barrier()
-    ranks.from_first(lambda: shutil.rmtree(folder))
+    check_moved_back(store, ranks, alone, own, folder, 1)
 
 
 def check_collected(store: TokenStore, ranks: Ranks, ep: int, exchange: str = "all_to_all", **changes) -> None:
