@@ -16,17 +16,10 @@ from octile.validation import Range, Seed, check_fields, from_json
 
 COMMAND = "octile rl"  # the entry "command" of config.json, by which other commands know such a run
 DIGESTS = {"prompts_sha256": "prompts", "reward_sha256": "reward"}  # the checksum of a file: the setting that names it
-RESUMABLE = frozenset(
-    {
-        "steps",
-        "checkpoint_every",
-        "log",
-        "out",
-        "device",
-        "micro_batches",
-        *DIGESTS.values(),
-    }  # files with the same checksums
-)
+RESUMABLE = frozenset({
+    *("steps", "checkpoint_every", "log", "out", "device", "micro_batches"),
+    *DIGESTS.values(),  # files with the same checksums
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
