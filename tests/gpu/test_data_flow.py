@@ -21,7 +21,7 @@ from octile.ops.attention import attention, attention_backward
 from octile.ops.rope import latent_keys, latent_keys_backward, rotate_, rotate_halves
 from octile.optim import AdamW, clip_grad_norm_, param_groups
 from octile.recipe import Recipe
-from tests.models.test_saved_bytes import formula, predicted_bytes, saved_bytes  # noqa: F401  (a fixture)
+from tests.models.test_saved_bytes import bytes_of_a_block, formula, predicted_bytes  # noqa: F401  (a fixture)
 
 WORST = 0.05  # of a tensor's norm
 B, S = 2, 192
@@ -187,7 +187,7 @@ def test_a_block_agrees_with_the_cpu(layer: int, name: str):
 def test_a_block_saves_the_bytes_of_the_formula(formula, layer: int, recipe: Recipe):  # noqa: F811
     kind = "mixture" if layer else "dense"
     recomputed = recipe.swiglu_inputs == "recomputed"
-    found = saved_bytes(apply_recipe(Block(CONFIG, layer).cuda(), recipe), CONFIG)
+    found = bytes_of_a_block(apply_recipe(Block(CONFIG, layer).cuda(), recipe), CONFIG)
     assert found == predicted_bytes(formula, CONFIG, kind, recomputed)
 
 
