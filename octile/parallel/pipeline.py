@@ -14,6 +14,10 @@ copies of a stage: they begin with the same values, and their gradients are summ
 The shapes and dtypes of what a stage sends may differ between stages. They are sent once for each shape of the
 micro-batches, ahead of the first message; every rank knows the micro-batches' shapes.
 
+A step on GPUs can be captured in a CUDA graph with all of its actions, sends and receives, after steps of the same
+shapes: these have created NCCL's communicators and agreed on what is sent, so that the host waits for nothing. All
+ranks must capture, and replay, the same steps.
+
 Sources: DeepSeek-V3 (arXiv 2412.19437) §3.2.1; the schedules' files name theirs.
 """
 
@@ -147,7 +151,8 @@ class Pipeline:
             ValueError: on all ranks: there are more or fewer micro-batches than the schedule has, or no targets.
             TypeError: on all ranks: a micro-batch is neither a tensor nor a tuple of tensors.
             RuntimeError: on all ranks: a parameter that has a copy on another rank, over which its gradient is summed,
-                has one already in `.grad`.
+                has one already in `.grad`. While a CUDA graph is captured, on this rank: no step of these shapes has
+                run before.
         """
         copies = self._copies() if sums_copies else {}
         self._check(inputs, targets, copies)
@@ -294,6 +299,10 @@ class Pipeline:
 
     def _check(self, inputs: Sequence[Any], targets: Sequence[Any] | None, copies: Copies) -> None:
         """Raise on all ranks what is wrong on some rank: the others would wait for it."""
+        if _is_capturing(self.device):  # nothing waits for another rank here
+            self._check_here(inputs, targets)
+            _check_gradients(copies)
+            return
         self.on_begin("agreement on the micro-batches")
         problem: Exception | None = None
         try:
@@ -435,6 +444,7 @@ class _Step:
         peer, form, key = self.p.schedule.rank(stage + 1, micro_batch), _form(tensors), self.key(stage, micro_batch)
         agreed = self.p._forms.get(key)
         if agreed is None:
+            self.check_may_agree(micro_batch)
             self.p._forms[key] = form
             send_message(form, Form, self.p.group, peer)
         elif agreed != form:
@@ -458,6 +468,7 @@ class _Step:
     def receive_activations(self, stage: int, micro_batch: int) -> None:
         peer, key = self.p.schedule.rank(stage - 1, micro_batch), self.key(stage - 1, micro_batch)
         if key not in self.p._forms:
+            self.check_may_agree(micro_batch)
             self.p._forms[key] = receive_message(Form, self.p.group, peer)
         form = self.p._forms[key]
         tensors = [torch.empty(shape, dtype=dtype, device=self.p.device) for shape, dtype, _ in form]
@@ -474,6 +485,19 @@ class _Step:
 
     def receive(self, peer: int, tensors: Sequence[Tensor]) -> _Message:
         return _Message(tensors, [dist.irecv(t, group=self.p.group, group_src=peer) for t in tensors])
+
+    def check_may_agree(self, micro_batch: int) -> None:
+        """Refuse to agree on what is sent while a CUDA graph is captured.
+
+        Raises:
+            RuntimeError: a CUDA graph is captured.
+        """
+        if _is_capturing(self.p.device):
+            shapes = ", ".join(f"{list(shape)} {dtype}" for shape, dtype in self.signatures[micro_batch])
+            raise RuntimeError(
+                "a pipeline's step can be captured in a CUDA graph after an eager one with micro-batches of the same "
+                f"shapes, but none has run with {shapes}"
+            )
 
     def key(self, stage: int, micro_batch: int) -> tuple[int, int, Hashable]:
         """What the form of a stage's outputs depends on."""
@@ -565,6 +589,10 @@ def _check_agreement(ranks: Sequence[_Description]) -> None:
                         f"ranks {rank} and {peer} must have copies of the same parameters, but they have "
                         f"{' and '.join(pair)}"
                     )
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _tensors(value: Any, name: str = "a micro-batch") -> tuple[Tensor, ...]:

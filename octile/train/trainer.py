@@ -100,7 +100,7 @@ class Trainer:
             self.strategy, self.passes, self.progress, self.optimizer, self.skips, self.loss_scale, optim.clip
         )
         self.captured = None
-        if on_gpu and self.strategy.can_capture:
+        if on_gpu:
             compute, update = self._computation.compute, self._computation.update
             self.captured = CapturedStep(self.model, compute, update, device, self.strategy.gathers_weights)
         held_out = validation_windows(store.val, config.sequence_length - 1, config.val_sequences)

@@ -19,8 +19,15 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Failur
     return start_once(tmp_path_factory, "pipeline-on-gpus", start)
 
 
-@pytest.mark.parametrize("name", pipeline_cases.cases({2: None}))
+@pytest.mark.parametrize("name", [*pipeline_cases.cases({2: None}), *pipeline_cases.gpu_cases(None)])
 def test_ranks(failures, name: str):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     assert_passed(failures(2), name)
+
+
+def test_a_rank_with_both_ends_is_captured(tmp_path_factory: pytest.TempPathFactory):
+    def start(world: int, folder: str) -> None:
+        start_ranks(pipeline_cases.run_alone, (folder,), world)
+
+    assert_passed(start_once(tmp_path_factory, "pipeline-on-a-gpu", start)(1), "dualpipev is captured")

@@ -16,11 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from octile.models.stages import split_stages
 from octile.nn import Linear, MoE, RMSNorm, interleave, pre_norm
 from octile.nn.conversion import apply_recipe
 from octile.nn.gate import Gate
+from octile.parallel import pipeline as pipelines
 from octile.parallel import shard_experts
 from octile.parallel.pipeline import Pipeline
 from octile.parallel.schedules import SCHEDULES, Schedule, make_schedule, simulate
@@ -200,6 +202,74 @@ def evaluates(group: dist.ProcessGroup) -> None:
     assert all(p.grad is None for module in pipeline.stages.values() for p in module.parameters())
     assert torch.equal(losses.cpu(), on_rank_0(lambda: alone(model, inputs, targets).losses, group))
     assert torch.equal(pipeline.step(inputs, targets), losses)
+
+
+class Unwaiting(TorchDispatchMode):
+    """Refuses operators whose result the host waits for, as the capture of a CUDA graph does."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), func
+        return func(*args, **(kwargs or {}))
+
+
+def a_captured_step_waits_for_no_rank(group: dist.ProcessGroup) -> None:
+    """Nor for the device: what ranks agree on, they have agreed on in an earlier step."""
+    schedule = schedule_on("dualpipev", dist.get_world_size(group))
+    model, (inputs, targets) = whole_model(Plain, schedule), batch_of(Plain, schedule)
+    pipeline = pipeline_of(schedule, model, group)
+    with pytest.MonkeyPatch.context() as capture:
+        capture.setattr(pipelines, "_is_capturing", lambda device: True)
+        shapes = r"none has run with \[3, 5\] torch\.float64"
+        with pytest.raises(RuntimeError, match=shapes):
+            pipeline.step(inputs, targets)
+    losses, gradients = pipeline.step(inputs, targets), gradients_of(pipeline)
+    for stage in pipeline.stages.values():
+        stage.zero_grad()
+    with pytest.MonkeyPatch.context() as capture, Unwaiting():
+        capture.setattr(pipelines, "_is_capturing", lambda device: True)
+        for name in ("all_gather_messages", "send_message", "receive_message"):
+            capture.setattr(pipelines, name, lambda *_: pytest.fail("a rank waits for a message"))
+        assert torch.equal(pipeline.step(inputs, targets), losses)
+    for stage, expected in gradients.items():
+        assert all(torch.equal(*pair) for pair in zip(gradients_of(pipeline)[stage], expected, strict=True))
+
+
+def a_captured_step_has_the_losses_of_eager_ones(name: str, group: dist.ProcessGroup) -> None:
+    """On GPUs: a CUDA graph of all actions, replayed with other tokens, beside eager steps of the same ones."""
+    schedule = schedule_on(name, dist.get_world_size(group))
+    config = replace(MINI_V3, num_hidden_layers=schedule.n_stages)
+    stages = split_stages(apply_recipe(build(config, seed=0), Recipe.deepseek_v3()), schedule.n_stages)
+    own = {stage: stages[stage] for stage in schedule.stages(dist.get_rank(group))}
+    pipeline = Pipeline(schedule, own, stages[-1].loss, group=group, tied=stages[-1].tied)
+    torch.manual_seed(1)
+    batches = torch.randint(97, (2, schedule.n_micro_batches, 1, 12))
+    given = batches[0].clone()
+
+    def step() -> Tensor:
+        for stage in own.values():
+            stage.zero_grad()
+        with autocast():
+            return pipeline.step(list(given), list(given))
+
+    torch.use_deterministic_algorithms(False)  # some of them wait for the device
+    try:
+        eager = []
+        for tokens in (batches[1], *batches, batches[1]):
+            given.copy_(tokens)
+            eager.append((step(), gradients_of(pipeline)))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            losses = step()
+        for tokens, (expected, gradients) in zip(batches, eager[1:3], strict=True):
+            given.copy_(tokens)
+            graph.replay()
+            assert torch.equal(losses, expected)
+            for stage, wanted in gradients.items():
+                for found, one in zip(gradients_of(pipeline)[stage], wanted, strict=True):
+                    torch.testing.assert_close(found, one, rtol=1e-5, atol=1e-5 * one.abs().max().item())
+        del graph  # a communicator that a graph has is not destroyed
+    finally:
+        torch.use_deterministic_algorithms(True)
 
 
 def other_shapes_in_the_next_step(group: dist.ProcessGroup) -> None:
@@ -484,7 +554,7 @@ ON_TWO = (
     *(evaluates, other_shapes_in_the_next_step, copies_that_differ_are_found, gradients_of_another_step_are_refused),
     *(what_does_not_fit_is_refused_on_all_ranks, frozen_parameters_have_copies_without_gradients),
     *(main_grads_of_several_steps_are_summed_once, an_input_that_requires_a_gradient_changes_no_message),
-    weight_gradients_of_torchs_layers_wait_for_their_passes,
+    *(weight_gradients_of_torchs_layers_wait_for_their_passes, a_captured_step_waits_for_no_rank),
 )
 ON_FOUR = (
     *(evaluates, other_shapes_in_the_next_step, holds_no_more_activations_than_the_simulation),
@@ -508,6 +578,30 @@ def cases(groups: Mapping[int, dist.ProcessGroup | None]) -> dict[str, Callable[
     return found
 
 
+def gpu_cases(group: dist.ProcessGroup | None) -> dict[str, Callable[[], None]]:
+    """What only GPUs can run, on two of them, or by a rank that has both ends of the pipeline."""
+    names = ("dualpipev",) if group is not None and dist.get_world_size(group) == 1 else tuple(SCHEDULES)
+    case = a_captured_step_has_the_losses_of_eager_ones
+    return {f"{name} is captured": partial(case, name, group) for name in names}
+
+
+def run_alone(rank: int, folder: str) -> None:
+    """Run the cases of GPUs on a single one."""
+    start_on_gpu(rank, folder, 1)
+    run_cases(gpu_cases(dist.group.WORLD), folder, rank)
+    dist.destroy_process_group()
+
+
+def start_on_gpu(rank: int, folder: str, world: int) -> None:
+    os.environ[WORKSPACE_VARIABLE] = FIXED_WORKSPACE  # cuBLAS, which needs it to be deterministic, reads it once
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    torch.set_default_device(device)
+    torch.use_deterministic_algorithms(True)
+    timeout = datetime.timedelta(seconds=120)
+    dist.init_process_group("nccl", f"file://{folder}/store", timeout, world, rank, device_id=device)
+
+
 def run(rank: int, folder: str, device: str = "cpu", names: Collection[str] | None = None) -> None:
     """Run cases of 2, 4 and 8 ranks on the last ranks of a gloo world, whose numbers in their group are others.
 
@@ -515,15 +609,11 @@ def run(rank: int, folder: str, device: str = "cpu", names: Collection[str] | No
     """
     torch.set_num_threads(1)
     world = WORLD if device == "cpu" else 2
-    timeout, device_id = datetime.timedelta(seconds=120), None
     if device == "cuda":
-        os.environ[WORKSPACE_VARIABLE] = FIXED_WORKSPACE  # cuBLAS, which needs it to be deterministic, reads it once
-        device_id = torch.device("cuda", rank)
-        torch.cuda.set_device(device_id)
-        torch.set_default_device(device_id)
-        torch.use_deterministic_algorithms(True)
-    backend = "gloo" if device == "cpu" else "nccl"
-    dist.init_process_group(backend, f"file://{folder}/store", timeout, world, rank, device_id=device_id)
+        start_on_gpu(rank, folder, world)
+    else:
+        timeout = datetime.timedelta(seconds=120)
+        dist.init_process_group("gloo", f"file://{folder}/store", timeout, world, rank)
     groups = {size: dist.new_group(range(world - size, world)) for size in SIZES if size <= world}
     for pair in combinations(range(world - 4, world), 2) if world > 2 else ():
         PAIRS[pair] = dist.new_group(pair)
@@ -531,6 +621,8 @@ def run(rank: int, folder: str, device: str = "cpu", names: Collection[str] | No
     for size, group in reversed(groups.items()):  # all ranks begin together
         of_group = {name: case for name, case in cases({size: group}).items() if names is None or name in names}
         own |= of_group if rank >= world - size else dict.fromkeys(of_group, lambda: None)
+    if device == "cuda":
+        own |= gpu_cases(groups[2])
     run_cases(own, folder, rank)
     dist.barrier()
     dist.destroy_process_group()

@@ -58,7 +58,6 @@ class Strategy:
 
     Attributes:
         rank, size: the number of this rank among those that share a batch's sequences, and how many they are.
-        can_capture: whether a step on a GPU can be captured in CUDA graphs at all.
         gathers_weights: whether passes overwrite weights with those of other ranks.
         counts_losses: whether this rank adds the losses that it knows to a sum over all ranks.
         recipe: the recipe of the model, which says which activations are saved.
@@ -76,7 +75,7 @@ class Strategy:
     """
 
     rank, size = 0, 1
-    can_capture, gathers_weights, counts_losses = True, False, True
+    gathers_weights, counts_losses = False, True
 
     def __init__(
         self, config: TrainConfig, device: torch.device, recipe: Recipe, ranks: Ranks, groups: RankMesh | None = None
@@ -155,8 +154,11 @@ class Strategy:
 
     def why_eager(self) -> str | None:
         """Why the next step is not captured in CUDA graphs, or None."""
-        waits = any(moe.dispatcher.waits_for_device for moe in self.moes.values())
-        return why_eager(self.device, self.recipe, self.config.deterministic, waits)
+        return why_eager(self.device, self.recipe, self.config.deterministic, self._waits_for_rows())
+
+    def _waits_for_rows(self) -> bool:
+        """Whether the host waits for the numbers of rows that go to the experts of each rank."""
+        return any(moe.dispatcher.waits_for_device for moe in self.moes.values())
 
     def must_stop(self, requested: bool) -> bool:
         """Whether to launch no further step, because it is requested; on several ranks, because all know that.
