@@ -13,14 +13,17 @@ last stage has it, too.  Shapes: B batch, S sequence, D model.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3, Trunk
+from octile.models.division import divide, fold
+from octile.models.flops import layer_multiply_adds
 from octile.nn.linear import with_class
 from octile.nn.rope import CosSin
 
@@ -86,20 +89,54 @@ class ModelStage(DeepseekV3):
         return self.rope.cos_sin(torch.arange(x_BSD.shape[1], device=x_BSD.device))
 
 
-def split_stages(model: DeepseekV3, n_stages: int) -> list[ModelStage]:
+def split_stages(model: DeepseekV3, stages: int | Sequence[range]) -> list[ModelStage]:
     """Split a model into stages, which share its parameters and buffers.
 
-    The layers are divided evenly; if some stages have one more, they are not the first and the last, which have the
-    embedding and the head, as far as possible. Multi-token prediction belongs to the last.
+    Args:
+        model: the model.
+        stages: how many, among which the layers are divided evenly; if some stages have one more, they are not the
+            first and the last, which have the embedding and the head, as far as possible. Or the layers of each stage
+            in order, such as `balanced_layers`. Multi-token prediction belongs to the last.
 
     Raises:
-        ValueError: there are more stages than layers, or none.
+        ValueError: there are more stages than layers, or none; or the stages do not have all layers in order.
     """
-    return [_stage(model, layers) for layers in stage_layers(model.config.num_hidden_layers, n_stages)]
+    return [_stage(model, layers) for layers in _layers_of(model, stages)]
 
 
-def stage_layers(n_layers: int, n_stages: int) -> list[range]:
-    """The layers of each stage into which `split_stages` splits a model of so many.
+def balanced_layers(config: ModelConfig, placement: Sequence[Sequence[int]], sequence_length: int) -> list[range]:
+    """The layers of each stage of a pipeline, divided so that the FLOPs of its slowest rank are as few as possible.
+
+    Those of the head and of multi-token prediction count for the last stage.
+
+    Args:
+        config: the model.
+        placement: that of the schedule (`octile.parallel.schedules.Schedule`). With DualPipeV a rank has two stages,
+            whose sum counts. In bidirectional schedules it has one in each direction.
+        sequence_length: the tokens of a sequence, of which a query attends to half on average.
+
+    Raises:
+        ValueError: there are more stages than layers.
+    """
+    n_stages, n_ranks = len(placement[0]), len(set(placement[0]))
+    even_layers(config.num_hidden_layers, n_stages)
+    costs = layer_multiply_adds(config, sequence_length / 2)
+    bounds = divide(costs, n_stages) if n_stages == n_ranks else fold(costs, n_ranks)
+    return [range(begin, end) for begin, end in bounds]
+
+
+def _layers_of(model: DeepseekV3, stages: int | Sequence[range]) -> Sequence[range]:
+    n_layers = model.config.num_hidden_layers
+    if isinstance(stages, int):
+        return even_layers(n_layers, stages)
+    if [layer for layers in stages for layer in layers] != [*range(n_layers)] or not all(stages):
+        given = ", ".join(f"{layers.start} to {layers.stop - 1}" for layers in stages)
+        raise ValueError(f"stages must have the model's {n_layers} layers in order, at least one each, not {given}")
+    return stages
+
+
+def even_layers(n_layers: int, n_stages: int) -> list[range]:
+    """Divide so many layers evenly among stages; see `split_stages`.
 
     Raises:
         ValueError: there are more stages than layers, or none.
@@ -114,17 +151,18 @@ def stage_layers(n_layers: int, n_stages: int) -> list[range]:
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
-def with_stages(model: DeepseekV3, n_stages: int, stages: Collection[int]) -> DeepseekV3:
-    """Return a model with the parameters of some of `n_stages` stages, under their names, and no others.
+def with_stages(model: DeepseekV3, stages: int | Sequence[range], own: Collection[int]) -> DeepseekV3:
+    """Return a model with the parameters of its `own` ones of some stages, under their names, and no others.
 
-    `split_stages` splits it into its stages; the others of its list are not to be called.
+    `split_stages` splits it into the stages; the others of its list are not to be called.
 
     Raises:
-        ValueError: there are more stages than layers, or none.
+        ValueError: see `split_stages`.
     """
-    layers = stage_layers(model.config.num_hidden_layers, n_stages)
-    own = {layer for stage in stages for layer in layers[stage]}
-    return _with_layers(DeepseekV3, model, own, 0 in stages, n_stages - 1 in stages)
+    layers = _layers_of(model, stages)
+    return _with_layers(
+        DeepseekV3, model, {layer for stage in own for layer in layers[stage]}, 0 in own, len(layers) - 1 in own
+    )
 
 
 def _stage(model: DeepseekV3, layers: range) -> ModelStage:

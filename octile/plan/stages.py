@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from itertools import accumulate
+from functools import cached_property
 
 from octile.models.config import ModelConfig
+from octile.models.division import divide
 from octile.plan.durations import by_kind, seconds
 from octile.plan.exchange import busiest_rank, exchange
 from octile.plan.hardware import Cluster
@@ -147,38 +145,3 @@ def make_parts(c: ModelConfig, layout: Layout, cluster: Cluster) -> list[Part]:
         return parts
     n = layout.micro_batches(cluster)
     return [replace(part, work=(*part.work, *gradient_sums(part.work, n))) for part in parts]
-
-
-@lru_cache
-def divide(costs: tuple[float, ...], n: int) -> list[tuple[int, int]]:
-    """Divide a sequence of costs into n parts that are not empty, so that the largest sum is as small as possible.
-
-    No cost is negative. Among such divisions the one with the smallest sum of squares is taken, which spares the
-    other parts.
-
-    Returns:
-        The (begin, end) of each part.
-    """
-    sums = [0.0, *accumulate(costs)]
-    best: dict[int, tuple[float, float, list[tuple[int, int]]]] = {0: (0.0, 0.0, [])}
-    for parts_left in range(n - 1, -1, -1):
-        longer = {}
-        first, last = min(best), max(best)
-        for end in _ends(best, len(costs), parts_left):
-            found = (math.inf, math.inf, list[tuple[int, int]](), 0)
-            for begin in range(min(last, end - 1), first - 1, -1):
-                cost = sums[end] - sums[begin]
-                if cost > found[0]:  # and so are the parts that begin before
-                    break
-                largest, squares, cuts = best[begin]
-                most = max(largest, cost)
-                if most <= found[0]:
-                    found = min(found, (most, squares + cost**2, cuts, begin))
-            longer[end] = (*found[:2], [*found[2], (found[3], end)])
-        best = longer
-    return best[len(costs)][2]
-
-
-def _ends(best: Iterable[int], total: int, parts_left: int) -> range:
-    """Where a part may end: behind the first beginning, leaving an item for each part that follows."""
-    return range(min(best) + 1, total - parts_left + 1) if parts_left else range(total, total + 1)

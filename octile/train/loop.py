@@ -56,7 +56,7 @@ from octile.train.run.resume import (
 )
 from octile.train.run.spikes import spikes_so_far
 from octile.train.step.kernels_ahead import compile_ahead
-from octile.train.strategy.pipelined_model import make_pipeline_schedule
+from octile.train.strategy.pipeline_layout import make_pipeline_schedule
 from octile.train.trainer import Trainer
 
 

@@ -1,19 +1,17 @@
 """How a model is divided into stages."""
 
 from dataclasses import replace
-from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from octile.models.config import ModelConfig
 from octile.models.counts import count_parameters
+from octile.models.division import divide
 from octile.plan import stages
 from octile.plan.exchange import busiest_rank, exchange
 from octile.plan.hardware import read_cluster
 from octile.plan.layout import Layout
-from octile.plan.stages import divide, make_parts, make_stages
+from octile.plan.stages import make_parts, make_stages
 from octile.plan.work import (
     PHASES,
     attention_work,
@@ -24,20 +22,6 @@ from octile.plan.work import (
     prediction_work,
 )
 from tests.plan.toy import CLUSTER, EFFICIENCIES, TOY, duration
-
-COSTS = st.lists(st.integers(1, 50), min_size=1, max_size=8)
-
-
-@given(COSTS, st.data())
-def test_a_division_has_the_smallest_largest_part(costs, data):
-    n = data.draw(st.integers(1, len(costs)))
-    bounds = divide(tuple(map(float, costs)), n)
-    assert [begin for begin, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
-    assert bounds[-1][1] == len(costs)
-    assert all(begin < end for begin, end in bounds)
-    all_cuts = ([0, *cuts, len(costs)] for cuts in combinations(range(1, len(costs)), n - 1))
-    best = min(max(sum(costs[a:b]) for a, b in pairwise(cuts)) for cuts in all_cuts)
-    assert max(sum(costs[begin:end]) for begin, end in bounds) == best
 
 
 def test_every_layer_is_in_one_stage_and_heads_are_in_the_last():
@@ -152,26 +136,6 @@ def test_exchanges_count_in_the_division_unless_computation_hides_them(schedule,
     layout = Layout(pp=2, ep=4, schedule=schedule, batch_size=16 * 8, sequence_length=32)
     stages = make_stages(LARGE_HEADS, layout, FAST)  # computation takes much less than an exchange
     assert [stage.mixtures for stage in stages] == mixtures
-
-
-def test_of_divisions_with_the_same_longest_part_that_with_the_shortest_others_is_taken():
-    assert divide((1.0, 1.0, 1.0, 1.0, 9.0), 3) == [(0, 2), (2, 4), (4, 5)]
-
-
-def test_of_equally_good_divisions_the_one_that_ends_its_first_part_first_is_taken():
-    assert divide((2.0, 1.0, 2.0), 2) == [(0, 1), (1, 3)]
-    assert divide((1.0, 1.0, 1.0), 2) == [(0, 1), (1, 3)]
-
-
-@pytest.mark.parametrize(
-    ("costs", "bounds"),
-    [  # the smallest sum of squares among divisions with the same longest part
-        ((7, 8, 2, 5, 6, 5, 4), [(0, 2), (2, 5), (5, 7)]),
-        ((9, 2, 7, 7, 5, 6, 8), [(0, 1), (1, 3), (3, 5), (5, 7)]),
-    ],
-)
-def test_the_other_parts_have_the_smallest_sum_of_squares(costs, bounds):
-    assert divide(tuple(map(float, costs)), len(bounds)) == bounds
 
 
 def test_the_exchanges_of_both_passes_count_in_the_division(monkeypatch):

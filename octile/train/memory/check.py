@@ -29,7 +29,7 @@ from octile.recipe import Recipe
 from octile.train.config import TrainConfig
 from octile.train.memory.cpu import estimate_need
 from octile.train.memory.device import available_memory, device_memory
-from octile.train.strategy.pipelined_model import held_share, make_pipeline_schedule
+from octile.train.strategy.pipeline_layout import held_share, make_pipeline_schedule
 from octile.train.trainer import Trainer
 
 BYTES_PER_PARAMETER = 12  # FP32 weight and gradient, two BF16 moments
@@ -246,12 +246,12 @@ def _finer(config: TrainConfig) -> Iterator[_Division]:
 
     A pipeline may have more of them in flight: GPipe all.
     """
-    sequences, held = config.batch_size // config.parallel.dp, held_share(make_pipeline_schedule(config))
+    sequences, held = config.batch_size // config.parallel.dp, held_share(config)
     for at_once in range(config.micro_batch_size - 1, 0, -1):
         if sequences % at_once == 0:
             with suppress(ValueError):  # the schedule does not fit so many
                 finer = replace(config, micro_batches=sequences // at_once)
-                taken = at_once * held_share(make_pipeline_schedule(finer)) / held
+                taken = at_once * held_share(finer) / held
                 yield _Division(finer.micro_batches, at_once, taken)
 
 

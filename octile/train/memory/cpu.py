@@ -41,7 +41,7 @@ from octile.parallel.schedules import held_activations
 from octile.recipe import OptimizerFormats
 from octile.train.config import TrainConfig
 from octile.train.optimizer import make_optimizer
-from octile.train.strategy.pipelined_model import make_pipeline_schedule
+from octile.train.strategy.pipeline_layout import make_pipeline_schedule, pipeline_layers
 
 RESERVE = 400 * 10**6  # bytes of a process: libraries that are loaded later, data preparation, reports
 TRANSIENT_FACTOR = 1.3  # memory of a pass on a CPU, over the tensors that are counted
@@ -114,7 +114,7 @@ def estimate_need(config: TrainConfig, ranks: Sequence[int] = (0,)) -> CpuNeed:
         ValueError: a pipeline's schedule does not fit the ranks, the layers or the micro-batches.
     """
     recipe, parallel, schedule = config.load_recipe(), config.parallel, make_pipeline_schedule(config)
-    n_stages = 1 if schedule is None else schedule.n_stages
+    layers = 1 if schedule is None else pipeline_layers(config, schedule)
     whole = share = meta_model(config.model)
     if parallel.ep > 1:
         with share_of_experts(0, parallel.ep):
@@ -127,14 +127,14 @@ def estimate_need(config: TrainConfig, ranks: Sequence[int] = (0,)) -> CpuNeed:
 
     counted = min(config.micro_batch_size, max(MAX_TOKENS // config.sequence_length, 1))
     tokens_BS = torch.empty(counted, config.sequence_length, dtype=torch.int64, device="meta")
-    passes = _count_passes(whole, n_stages, tokens_BS, config.micro_batches)
+    passes = _count_passes(whole, layers, tokens_BS, config.micro_batches)
     held = (passes[0].saved,) if schedule is None else held_activations(schedule, [stage.saved for stage in passes])
     weights = gradients = state = checkpoint = read = 0
     in_flight = 0.0
     for rank in ranks:
         pipeline_rank = rank // parallel.dp
         stages = (0,) if schedule is None else schedule.stages(pipeline_rank)
-        model, own = with_stages(whole, n_stages, stages), _nbytes(with_stages(share, n_stages, stages))
+        model, own = with_stages(whole, layers, stages), _nbytes(with_stages(share, layers, stages))
         average = own // parallel.dp if config.optim.ema_decay else 0
         optimizer = make_optimizer(model, model, config.optim, recipe.optimizer)
         own_state = optimizer.state_bytes() // parallel.dp
@@ -177,12 +177,14 @@ class _Passes(NamedTuple):
     stays: int
 
 
-def _count_passes(model: DeepseekV3, n_stages: int, tokens_BS: Tensor, micro_batches: int) -> list[_Passes]:
+def _count_passes(
+    model: DeepseekV3, layers: int | Sequence[range], tokens_BS: Tensor, micro_batches: int
+) -> list[_Passes]:
     """Count the bytes of the passes of a micro-batch through each stage, on the meta device."""
     model.train()
     found = []
     forms: list[_Form] = []  # of what the stage before returns
-    for stage in split_stages(model, n_stages):
+    for stage in split_stages(model, layers):
         with LiveTensors(model.state_dict().values()) as live:
             for _ in range(min(micro_batches, 2)):  # a second micro-batch begins with the gradients of the first
                 before = live.now

@@ -27,7 +27,7 @@ from octile.train.memory.device import available_memory
 from octile.train.memory.saved_activations import can_save, saving_activations
 from octile.train.step.progress import batch_ramp
 from octile.train.strategy.make import run_recipe
-from octile.train.strategy.pipelined_model import held_share, make_pipeline_schedule
+from octile.train.strategy.pipeline_layout import held_share
 
 
 def compile_ahead(config: TrainConfig, device: torch.device, steps_done: int) -> KernelsAhead | None:
@@ -47,7 +47,7 @@ def compile_ahead(config: TrainConfig, device: torch.device, steps_done: int) ->
 
     def plan() -> Iterable[PlannedKernel]:
         recipe = run_recipe(config)
-        if can_save(config, available_memory(gpu), held_share(make_pipeline_schedule(config))):
+        if can_save(config, available_memory(gpu), held_share(config)):
             recipe = saving_activations(recipe)
         return plan_step(config, recipe, chip(gpu), steps_done)
 

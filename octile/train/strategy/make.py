@@ -8,8 +8,8 @@ from octile.checkpoint.fp8_layout import scale_rule
 from octile.parallel.ranks import Ranks
 from octile.recipe import Recipe
 from octile.train.config import TrainConfig
+from octile.train.strategy.pipeline_layout import make_pipeline_schedule
 from octile.train.strategy.pipelined import PipelinedStrategy
-from octile.train.strategy.pipelined_model import make_pipeline_schedule
 from octile.train.strategy.rank_mesh import RankMesh
 from octile.train.strategy.sharded import ShardedStrategy
 from octile.train.strategy.single import Strategy

@@ -22,7 +22,8 @@ from octile.recipe import Recipe
 from octile.train.config import TrainConfig
 from octile.train.evaluation.diagnostics import Histogram, add_histograms, first_non_finite
 from octile.train.step.passes import Passes
-from octile.train.strategy.pipelined_model import PipelinedModel, describe_pipeline, held_share
+from octile.train.strategy.pipeline_layout import describe_pipeline, pipeline_layers
+from octile.train.strategy.pipelined_model import PipelinedModel
 from octile.train.strategy.rank_mesh import RankMesh
 from octile.train.strategy.sharded import ShardedStrategy
 
@@ -50,28 +51,26 @@ class PipelinedStrategy(ShardedStrategy):
         groups: RankMesh,
         schedule: Schedule,
     ):
-        self._schedule = schedule
+        self._schedule, self._layers = schedule, pipeline_layers(config, schedule)
         super().__init__(config, device, recipe, ranks, groups)
         self.counts_losses = self.pipelined.is_first
         self.gathers_weights = self.size > 1
         self._waits = any(ranks.gather(super()._waits_for_rows(), bool))  # all capture, or none; not each has experts
 
-    def _held_share(self) -> float:
-        return held_share(self._schedule)
-
     def _make_model(self) -> DeepseekV3:
         model = self._initial_model(torch.device("cpu"))
         own = self._schedule.stages(dist.get_rank(self.groups.pipeline))
-        return with_stages(model, self._schedule.n_stages, own).to(self.device)
+        return with_stages(model, self._layers, own).to(self.device)
 
     def _make_shards(self) -> ShardedState:
         assert self.groups.pipeline is not None
-        self.pipelined = PipelinedModel(self.model, self._schedule, self.groups.pipeline, self.ranks.begin)
+        pipeline = self.groups.pipeline
+        self.pipelined = PipelinedModel(self.model, self._schedule, self._layers, pipeline, self.ranks.begin)
         return self._shards_of(None, self.pipelined.copies())
 
     def descriptions(self) -> list[str]:
         """See `Strategy`."""
-        return [*super().descriptions(), describe_pipeline(self._schedule, self.config.model.num_hidden_layers)]
+        return [*super().descriptions(), describe_pipeline(self._schedule, self._layers)]
 
     def why_eager(self) -> str | None:
         """See `Strategy`."""

@@ -1,6 +1,5 @@
 """The stages of a rank of a pipeline, and the passes of a batch's micro-batches through the stages of all ranks.
 
-    make_pipeline_schedule                      the schedule that a configuration asks for
     PipelinedModel.train                        forward and backward passes: the losses of each micro-batch
     PipelinedModel.main_losses, token_losses    forward passes: held-out losses
 
@@ -20,59 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octile.models.deepseek_v3 import DeepseekV3
-from octile.models.stages import ModelStage, split_stages, stage_layers
+from octile.models.stages import ModelStage, split_stages
 from octile.nn.fused.cross_entropy import cross_entropies
 from octile.ops.cross_entropy import IGNORED
 from octile.parallel.pipeline import Pipeline
-from octile.parallel.schedules import SCHEDULES, Schedule, held_activations, make_schedule, simulate
-from octile.train.config import TrainConfig
+from octile.parallel.schedules import Schedule
 from octile.train.strategy.single import LOSS_PARTS
 
 OnOutput = Callable[[ModelStage, int, Tensor, Tensor], Tensor]  # last stage, number, activations, balance loss → loss
-
-
-def make_pipeline_schedule(config: TrainConfig) -> Schedule | None:
-    """The schedule of a run whose layers are on several ranks; None if each rank has all layers.
-
-    Raises:
-        ValueError: the schedule refuses so many ranks or micro-batches, or the model has too few layers.
-    """
-    parallel = config.parallel
-    if parallel.pp == 1:
-        return None
-    n_stages = parallel.pp * (2 if parallel.schedule == "dualpipev" else 1)
-    if n_stages > config.model.num_hidden_layers:
-        raise ValueError(
-            f"parallel.pp {parallel.pp} with parallel.schedule {parallel.schedule} needs at least {n_stages} layers, "
-            f"one a stage, but model.num_hidden_layers is {config.model.num_hidden_layers}"
-        )
-    try:
-        return make_schedule(parallel.schedule, n_stages, config.micro_batches)
-    except ValueError as error:
-        kind = SCHEDULES[parallel.schedule]
-        raise ValueError(
-            f"parallel.schedule {parallel.schedule} does not fit parallel.pp {parallel.pp} and micro_batches "
-            f"{config.micro_batches}: {error} (needed: {kind.constraints}, for PP = {n_stages} stages and M "
-            "micro-batches of a rank)"
-        ) from None
-
-
-def held_share(schedule: Schedule | None) -> float:
-    """The most activations that a rank holds, in units of the whole model's for a micro-batch; 1 without a pipeline."""
-    return 1.0 if schedule is None else max(held_activations(schedule)) / schedule.n_stages
-
-
-def describe_pipeline(schedule: Schedule, n_layers: int) -> str:
-    """Say how the layers of a model pass the ranks of a pipeline."""
-    simulated = simulate(schedule)
-    layers = sorted({len(layers) for layers in stage_layers(n_layers, schedule.n_stages)})
-    return (
-        f"pipeline: {SCHEDULES[schedule.name].title}, {schedule.n_stages} stages of {' or '.join(map(str, layers))} "
-        f"layer{'s' if layers != [1] else ''} on {schedule.n_ranks} ranks, {schedule.n_micro_batches} "
-        f"micro-batch{'es' if schedule.n_micro_batches != 1 else ''}; "
-        f"idle for {simulated.bubble / simulated.makespan:.0%} of a step if all stages take the same time, and a "
-        "backward pass twice that of a forward pass"
-    )
 
 
 class PipelinedModel:
@@ -84,6 +38,7 @@ class PipelinedModel:
         model: with the parameters of this rank's stages (`octile.models.stages.with_stages`), on its device. Its mode
             and its `mtp_loss_weight` are those of the passes.
         schedule: the schedule of the pipeline.
+        layers: those of each stage.
         group: its ranks.
         on_begin: see `Pipeline`.
 
@@ -95,12 +50,13 @@ class PipelinedModel:
         self,
         model: DeepseekV3,
         schedule: Schedule,
+        layers: Sequence[range],
         group: dist.ProcessGroup,
         on_begin: Callable[[str], None] = lambda operation: None,
     ):
         self.model, self.schedule, self.group = model, schedule, group
         self.is_first = dist.get_rank(group) == 0
-        stages = split_stages(model, schedule.n_stages)
+        stages = split_stages(model, layers)
         self.stages = {number: stages[number] for number in schedule.stages(dist.get_rank(group))}
         self._last = stages[-1]
         self._pipeline = Pipeline(

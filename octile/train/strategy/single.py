@@ -38,6 +38,7 @@ from octile.train.memory.device import available_memory
 from octile.train.memory.saved_activations import can_save, saving_activations
 from octile.train.step.captured import why_eager
 from octile.train.step.passes import Passes
+from octile.train.strategy.pipeline_layout import held_share
 from octile.train.strategy.rank_mesh import RankMesh
 from octile.train.strategy.state_layout import ModelNames, StateLayout
 
@@ -82,7 +83,7 @@ class Strategy:
     ):
         self.config, self.device, self.ranks, self.groups = config, device, ranks, groups or RankMesh()
         self._recipes = {False: recipe, True: saving_activations(recipe)}
-        can = device.type == "cuda" and can_save(config, available_memory(device), self._held_share())
+        can = device.type == "cuda" and can_save(config, available_memory(device), held_share(config))
         self.saves_activations = all(ranks.gather(can, bool))
         self.recipe = self._recipes[self.saves_activations]
         self.too_many_rows = torch.zeros((), device=device)
@@ -103,10 +104,6 @@ class Strategy:
         self.moes = self.model.moe_layers()
 
     # Preparation
-
-    def _held_share(self) -> float:
-        """The most activations that a rank holds, in units of the whole model's for a micro-batch."""
-        return 1.0
 
     def _make_model(self) -> DeepseekV3:
         """Make this rank's model, with the weights that it has in the whole one, on its device."""

@@ -1,0 +1,58 @@
+"""How a sequence of costs is divided among the stages of a pipeline."""
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octile.models.division import divide, fold
+
+COSTS = st.lists(st.integers(1, 50), min_size=1, max_size=8)
+
+
+@given(COSTS, st.data())
+def test_a_division_has_the_smallest_largest_part(costs, data):
+    n = data.draw(st.integers(1, len(costs)))
+    bounds = divide(tuple(map(float, costs)), n)
+    assert [begin for begin, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
+    assert bounds[-1][1] == len(costs)
+    assert all(begin < end for begin, end in bounds)
+    all_cuts = ([0, *cuts, len(costs)] for cuts in combinations(range(1, len(costs)), n - 1))
+    best = min(max(sum(costs[a:b]) for a, b in pairwise(cuts)) for cuts in all_cuts)
+    assert max(sum(costs[begin:end]) for begin, end in bounds) == best
+
+
+def test_of_divisions_with_the_same_longest_part_that_with_the_shortest_others_is_taken():
+    assert divide((1.0, 1.0, 1.0, 1.0, 9.0), 3) == [(0, 2), (2, 4), (4, 5)]
+
+
+def test_of_equally_good_divisions_the_one_that_ends_its_first_part_first_is_taken():
+    assert divide((2.0, 1.0, 2.0), 2) == [(0, 1), (1, 3)]
+    assert divide((1.0, 1.0, 1.0), 2) == [(0, 1), (1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("costs", "bounds"),
+    [  # the smallest sum of squares among divisions with the same longest part
+        ((7, 8, 2, 5, 6, 5, 4), [(0, 2), (2, 5), (5, 7)]),
+        ((9, 2, 7, 7, 5, 6, 8), [(0, 1), (1, 3), (3, 5), (5, 7)]),
+    ],
+)
+def test_the_other_parts_have_the_smallest_sum_of_squares(costs, bounds):
+    assert divide(tuple(map(float, costs)), len(bounds)) == bounds
+
+
+@given(st.lists(st.integers(0, 50), min_size=2, max_size=9), st.data())
+def test_the_two_parts_of_a_fold_have_the_smallest_largest_sum(costs, data):
+    n = data.draw(st.integers(1, len(costs) // 2))
+
+    def quality(bounds):
+        parts = [sum(costs[begin:end]) for begin, end in bounds]
+        return max(parts[r] + parts[-1 - r] for r in range(n)), sum(part**2 for part in parts)
+
+    found = fold(tuple(map(float, costs)), n)
+    all_cuts = ([0, *cuts, len(costs)] for cuts in combinations(range(1, len(costs)), 2 * n - 1))
+    assert quality(found) == min(quality([*pairwise(cuts)]) for cuts in all_cuts)
+    assert [begin for begin, _ in found] == [0, *(end for _, end in found[:-1])]
+    assert found[-1][1] == len(costs)
