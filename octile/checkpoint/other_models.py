@@ -27,7 +27,7 @@ def check_model_type(folder: Path, config: Mapping[str, Any]) -> None:
         config: content of its config.json. Without a `model_type` it is taken for a DeepSeek-V3.
 
     Raises:
-        ValueError: it is of another family; the message says who serves it.
+        ValueError: it is of another family; the message says who serves it, and what trains it in FP8.
     """
     kind = config.get("model_type")
     if kind is None or kind in MODEL_TYPES:
@@ -37,10 +37,12 @@ def check_model_type(folder: Path, config: Mapping[str, Any]) -> None:
     serve = "serve it" if kind in SERVED_ELSEWHERE else "may serve it"
     is_fp8 = _is_in_fp8_blocks(config)
     engines = "vLLM and transformers" if is_fp8 and LOADER_WARNINGS.get(kind) == UNREAD_SCALES else ENGINES
-    command = f": vllm serve {quoted_path(folder)}" if is_fp8 else ""
+    more = f": vllm serve {quoted_path(folder)}" if is_fp8 else ""
+    if kind in SERVED_ELSEWHERE and "quantization_config" not in config:
+        more = ", and octile.convert trains it in transformers"
     raise ValueError(
         f"{folder} has a model of type {quoted(kind)}{name}, but octile loads only the types {', '.join(MODEL_TYPES)}; "
-        f"{engines} {serve}{command}"
+        f"{engines} {serve}{more}"
     )
 
 
