@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import signal
 import statistics
 import time
@@ -12,7 +11,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octile.command_text import quoted_path
 from octile.models.counts import count_parameters
 from octile.report.console import Console
 from octile.text import escape_control_characters, format_count, format_duration, format_flops
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
     from octile.train.run.best_model import Best
     from octile.train.trainer import Trainer
 
-MORE_PROMPT = "class "  # of the command for further texts
 NAMED = 3  # files left out that are named, of each reason
 MIN_TIME_WIDTH = 80  # characters of a terminal; a narrower one has room for a text of progress and nothing else
 MIN_FLOPS_WIDTH = 100  # the same for FLOP/s and MFU; a narrower one shows MFU, their share of the GPU's peak
@@ -155,17 +152,15 @@ class RunConsole:
         self._print_left_out(store)
 
     def print_results(
-        self, run: RunFolder, sample: str, report: Path, best: Best | None, steps: int, prompt: str = MORE_PROMPT
+        self, run: RunFolder, sample: str, report: Path, best: Best | None, steps: int, more: str
     ) -> None:
-        """Print a sample of generated text, where the results are, and of which step the model is.
+        """Print a sample of generated text, where the results are, of which step the model is, and a command for more.
 
-        Without a best validation, as in a warm-up of indexers, it is that of the last of the `steps` steps. The command
-        for further texts continues `prompt`.
+        Without a best validation, as in a warm-up of indexers, it is that of the last of the `steps` steps.
         """
         from rich.panel import Panel
 
         self.console.print(Panel(self._text(sample), title="a sample of generated text", title_align="left"))
-        more = f"octile generate {quoted_path(run.path)} --prompt {shlex.quote(prompt)}"
         which = f"{best.step:,}: the lowest held-out loss, {best.val_loss:.4f}" if best else f"{steps:,}: the last"
         self.print(f"model:  {run.model}, after step {which}\nreport: {report}\nmore:   {more}")
 

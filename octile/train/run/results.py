@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import traceback
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Literal
 
 from octile.checkpoint.files import write_json, write_text
 from octile.checkpoint.hugging_face import save
+from octile.command_text import quoted_path
 from octile.formats import E4M3
 from octile.models.counts import count_parameters
 from octile.recipe import BLOCK, OperandFormat
@@ -22,6 +24,7 @@ from octile.serve.engine.request import Sampling
 from octile.serve.generate import generate_from
 from octile.text import format_count
 from octile.train.config import TrainConfig
+from octile.train.data.packed_tokens import FIRST, LOSS, PackedTokens
 from octile.train.data.token_store import TokenStore
 from octile.train.memory.check import is_out_of_memory
 from octile.train.run.best_model import BestModel
@@ -30,6 +33,7 @@ from octile.train.run.folder import RunFolder
 from octile.train.trainer import Trainer
 
 SAMPLE_TOKENS = 128
+MORE_PROMPT = "class "  # of the command for further texts
 
 
 def finish(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore, console: RunConsole) -> None:
@@ -62,18 +66,25 @@ def _save_whole(trainer: Trainer, folder: Path, weights: Literal["fp8", "bf16"],
 
 
 def _write_results(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore, console: RunConsole) -> None:
-    _write_summary(trainer, best, run, store)
-    sample = sample_text(trainer, store, run)
+    prompt = sample_prompt(trainer.config, store)
+    _write_summary(trainer, best, run, store, prompt)
+    sample = sample_text(trainer, store, run, prompt)
     write_text(run.sample_file, sample)
     report = write_run_report(run.path)
     if memorization := find_memorization(read_run(run.path)):
         console.print(str(memorization))
-    prompt = trainer.config.prompt  # of the user, if it is not the default
-    more = {} if prompt in ("", TrainConfig.prompt) else {"prompt": prompt}
-    console.print_results(run, sample, report, best.best, trainer.steps_done, **more)
+    console.print_results(run, sample, report, best.best, trainer.steps_done, _more(trainer.config, store, run))
 
 
-def _write_summary(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore) -> None:
+def _more(config: TrainConfig, store: TokenStore, run: RunFolder) -> str:
+    """A command for further texts: a server of chats for examples, else one that continues a text."""
+    if store.manifest.packed is not None:
+        return f"octile serve {quoted_path(run.path)}"
+    prompt = MORE_PROMPT if config.prompt in ("", TrainConfig.prompt) else config.prompt
+    return f"octile generate {quoted_path(run.path)} --prompt {shlex.quote(prompt)}"
+
+
+def _write_summary(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore, prompt: str) -> None:
     counts, m = count_parameters(trainer.config.model), store.manifest
     measured_on = machine(trainer.device)
     summary = {
@@ -86,7 +97,7 @@ def _write_summary(trainer: Trainer, best: BestModel, run: RunFolder, store: Tok
         "held_out_text": f"{m.tokens['val']:,} tokens in {format_count(m.documents['val'], m.unit.removesuffix('s'))}",
         "machine": describe_machine(measured_on),
         "measured_on": measured_on,
-        "prompt": trainer.config.prompt,
+        "prompt": prompt,
         "command": trainer.config.full_command,
         **({"model_step": best.best.step, "model_val_loss": best.best.val_loss} if best.best else {}),
     }
@@ -108,13 +119,32 @@ def _describe_examples(store: TokenStore) -> dict[str, int]:
     }
 
 
-def sample_text(trainer: Trainer, store: TokenStore, run: RunFolder) -> str:
+def sample_prompt(config: TrainConfig, store: TokenStore) -> str:
+    """The prompt of the sample: that of the configuration, or of the first held-out example instead of the default.
+
+    An example that has a loss from its first token on has no prompt; nor has one for the sample whose text the
+    tokenizer encodes otherwise, or which leaves no half of the context.
+    """
+    val, tokenizer = store.val, store.tokenizer
+    if not isinstance(val, PackedTokens) or config.prompt != TrainConfig.prompt:
+        return config.prompt
+    marks = val.marks
+    end = int((marks & LOSS != 0).argmax())
+    begin = int((marks[: end + 1] & FIRST != 0).nonzero()[0][-1])
+    tokens = val.tokens[begin:end].tolist()
+    prefix = tokenizer.prefix
+    text = tokenizer.decode(tokens[len(prefix) :] if tokens[: len(prefix)] == prefix else tokens)
+    if tokenizer.encode_prompt(text) != tokens or len(tokens) > config.model.max_position_embeddings // 2:
+        return ""
+    return text
+
+
+def sample_text(trainer: Trainer, store: TokenStore, run: RunFolder, prompt: str) -> str:
     """The prompt and a sampled continuation by the model that the run has written, as `octile generate` continues it.
 
     Greedy decoding of a model after few steps would repeat itself. If the sample fails, the text says why: the model is
     written, and the report does not depend on it.
     """
-    prompt = trainer.config.prompt
     available = trainer.config.model.max_position_embeddings - len(store.tokenizer.encode_prompt(prompt))
     sampling = Sampling(min(SAMPLE_TOKENS, available), temperature=0.8, top_p=0.95)
     try:

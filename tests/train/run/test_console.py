@@ -165,8 +165,10 @@ def test_a_stage_of_training_indexers_and_their_loss_are_shown(stage):
 )
 def test_the_results_say_of_which_step_the_model_is(tmp_path, best, text):
     console = silent_console()
-    console.print_results(RunFolder(tmp_path), "sample", tmp_path / "report.html", best, 1_200)
-    assert f"model:  {tmp_path / 'model'}, {text}" in console.console.file.getvalue()
+    console.print_results(RunFolder(tmp_path), "sample", tmp_path / "report.html", best, 1_200, "octile serve x")
+    printed = console.console.file.getvalue()
+    assert f"model:  {tmp_path / 'model'}, {text}" in printed
+    assert printed.endswith("more:   octile serve x\n")
 
 
 def test_the_time_left_of_a_long_run_is_in_days():

@@ -14,6 +14,7 @@ from octile.train.data.prepare_examples import prepare_examples
 from octile.train.loop import train
 from octile.train.run.fine_tune import check_examples
 from octile.train.run.recipe_check import check_recipe
+from octile.train.run.results import sample_prompt
 from octile.train.trainer import Trainer
 from tests.train.conftest import MICRO, micro, silent_console
 
@@ -66,6 +67,30 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(folder, tmp_path
     assert lines[0] == lines[1]
     summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
     assert summary["examples"]["texts"] == 60
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"prompt": "xyz", "completion": "def f"}, "xyz"),
+        (
+            {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "f"}]},
+            "User: hi\n\nAssist",
+        ),
+        ({"text": "def f"}, ""),
+    ],
+    ids=["completion", "messages", "text"],
+)
+def test_the_sample_continues_the_prompt_of_a_held_out_example(folder, tmp_path, row, prompt):
+    other = {"prompt": "one", "completion": "two"}
+    (folder / "examples.jsonl").write_text("\n".join(map(json.dumps, [row, other])))
+    store = prepare_examples(folder / "examples.jsonl", tmp_path / "data", 32, folder, held_out_sequences=1)
+    if "one" in store.tokenizer.decode(store.val.tokens.tolist()):
+        store = replace(store, val=store.train)
+    found = sample_prompt(on_examples(folder), store)
+    assert found.startswith(prompt)
+    assert bool(found) == bool(prompt)
+    assert sample_prompt(on_examples(folder, prompt="mine"), store) == "mine"
 
 
 @pytest.mark.parametrize(
