@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from octile.models.config import ModelConfig
-from octile.models.division import divide
+from octile.models.division import divide, fold
 from octile.plan.durations import by_kind, seconds
 from octile.plan.exchange import busiest_rank, exchange
 from octile.plan.hardware import Cluster
@@ -109,14 +109,16 @@ class Stage:
 
 
 def make_stages(c: ModelConfig, layout: Layout, cluster: Cluster) -> tuple[Stage, ...]:
-    """Divide a model into stages so that the slowest takes as little time as possible.
+    """Divide a model into stages so that the slowest rank takes as little time as possible.
 
-    Exchanges count unless the schedule overlaps them with computation.
+    With DualPipeV a rank has two stages, whose times add up. Exchanges count unless the schedule overlaps them with
+    computation.
     """
     exchange_seconds = exchange(c, layout.micro_batch_tokens, layout.ep, cluster, layout.is_balanced).total
     parts = make_parts(c, layout, cluster)
     shown = 0.0 if layout.schedule in OVERLAPPING else 2 * exchange_seconds
-    bounds = divide(tuple(sum(part.alone.values()) + part.mixtures * shown for part in parts), layout.stages)
+    costs = tuple(sum(part.alone.values()) + part.mixtures * shown for part in parts)
+    bounds = fold(costs, layout.pp) if layout.schedule == "dualpipev" else divide(costs, layout.stages)
     return tuple(Stage(tuple(parts[begin:end]), exchange_seconds) for begin, end in bounds)
 
 

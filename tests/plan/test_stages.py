@@ -146,3 +146,11 @@ def test_the_exchanges_of_both_passes_count_in_the_division(monkeypatch):
     of_layer = exchange(TOY, 32, 4, CLUSTER).total
     expected = [sum(p.alone.values()) + p.mixtures * 2 * of_layer for p in make_parts(TOY, layout, CLUSTER)]
     assert divided == [pytest.approx(expected, rel=1e-12)]
+
+
+def test_a_rank_with_two_stages_has_as_much_of_both_as_the_others():
+    layout = Layout(pp=2, schedule="dualpipev", batch_size=128, sequence_length=1024)
+    first, second, third, last = (
+        sum(stage.alone.values()) for stage in make_stages(ModelConfig.small(), layout, read_cluster("h200_8"))
+    )
+    assert max(first + last, second + third) <= 1.1 * (first + second + third + last) / 2
