@@ -290,8 +290,8 @@ def test_neither_a_run_nor_a_checkpoint_is_said_at_once(place, tmp_path, capsys)
 
 
 def test_a_server_that_does_not_answer_is_said(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": "http://127.0.0.1:1", "AWS_MAX_ATTEMPTS": "1"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr("s3fs.core.S3FileSystem.retries", 1)
     s3fs.S3FileSystem.clear_instance_cache()
     line = refused(["--resume", "--checkpoints=s3://octile/run", f"--out={tmp_path / 'run'}"], capsys)
