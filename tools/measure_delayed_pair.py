@@ -1,0 +1,130 @@
+"""Time a pair's passes on one GPU with a delay in the place of each exchange of rows, in sequence and interleaved.
+
+    python -m tools.measure_delayed_pair v3 1.0 2.0
+
+The passes are those of `tools.measure_pair`, with the experts that one of two ranks has there; all tokens go to them.
+An exchange takes the given milliseconds on a stream of its own, and moves nothing. With a delay the pair takes longer
+than without one by what is exposed: each line has that as a share of the sum of the delays. The times are those of
+events around the pair's CUDA graph.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.models.stages import split_stages
+from octile.nn.conversion import apply_recipe
+from octile.nn.dispatcher import InFlight, LocalDispatcher
+from octile.nn.moe import MoE
+from octile.nn.weight_cache import recorded_requests
+from octile.recipe import Recipe
+from tools.measure_pair import LAYERS, ROUNDS, SIZES, TOKENS, WAYS, Passes, capture, replay, times
+
+
+class DelayedDispatcher(LocalDispatcher):
+    """Dispatch and combine within one device, whose exchanges take a while.
+
+    Args:
+        exchange: called where an exchange begins; returns what makes the current stream wait for its end.
+    """
+
+    exchanges = True
+
+    def __init__(self, exchange: Callable[[], Callable[[], None]]):
+        self._exchange = exchange
+
+    def begin_send(self, *given: Any, **settings: Any) -> InFlight[Any]:
+        return InFlight(super().begin_send(*given, **settings).result, self._exchange())
+
+    def begin_send_quantized(self, *given: Any, **settings: Any) -> InFlight[Any]:
+        return InFlight(super().begin_send_quantized(*given, **settings).result, self._exchange())
+
+    def begin_send_back(self, *given: Any, **settings: Any) -> InFlight[Any]:
+        return InFlight(super().begin_send_back(*given, **settings).result, self._exchange())
+
+
+class Exchanges:
+    """Delays on a stream of their own, and how many have begun."""
+
+    def __init__(self) -> None:
+        self.stream, self.ms, self.begun = torch.cuda.Stream(priority=-1), 0.0, 0
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        torch.cuda._sleep(10**8)
+        end.record()
+        torch.cuda.synchronize()
+        self._cycles_per_ms = 10**8 / begin.elapsed_time(end)
+
+    def begin(self) -> Callable[[], None]:
+        self.begun += 1
+        start, end = torch.cuda.Event(), torch.cuda.Event()
+        start.record()
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(start)
+            if self.ms:
+                torch.cuda._sleep(int(self.ms * self._cycles_per_ms))
+            end.record()
+        return lambda: torch.cuda.current_stream().wait_event(end)
+
+
+def main(size: str, delays: Sequence[float]) -> None:
+    device = torch.device("cuda")
+    exchanges = Exchanges()
+    config = replace(SIZES[size], num_hidden_layers=2 * LAYERS, first_k_dense_replace=0, num_nextn_predict_layers=0)
+    groups = {"n_group": config.n_group // 2, "topk_group": config.topk_group // 2} if config.n_group > 1 else {}
+    config = replace(config, n_routed_experts=config.n_routed_experts // 2, **groups)
+    torch.manual_seed(0)
+    with device:
+        model = apply_recipe(DeepseekV3(config), Recipe.deepseek_v3())
+        torch.nn.init.normal_(model.model.embed_tokens.weight)  # so that tokens differ, and go to different experts
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.dispatcher = DelayedDispatcher(exchanges.begin)
+    print(f"{size} on {torch.cuda.get_device_name()}, torch {torch.__version__}, {config.n_routed_experts} experts")
+    parameters = [p for name, p in model.named_parameters() if not name.startswith("lm_head")]
+    tokens = torch.randint(config.vocab_size, (1, TOKENS), device=device)
+    h = torch.randn(1, TOKENS, config.hidden_size, device=device, dtype=torch.bfloat16)
+    passes = Passes(split_stages(model, 2), tokens, h)
+
+    def clear() -> None:
+        for t in (passes.h, *parameters):
+            t.grad = None
+
+    passes.run("sequence")
+    torch.optim.SGD(parameters, 0.0).step()  # a weight that an optimizer writes is quantized once a step
+    clear()
+    with recorded_requests() as requests:
+        passes.run("interleaved")
+    without: dict[str, float] = {}
+    for exchanges.ms in (0.0, *delays):
+        for way in WAYS:
+            clear()
+            exchanges.begun = 0
+            passes.begin()
+            outside = exchanges.begun
+            passes.pair(way)
+            of_pair = exchanges.begun - outside
+            passes.end()
+            clear()
+            graphs = capture(passes, way, requests)
+            replay(graphs)
+            found = median([ms for _ in range(ROUNDS) for ms in times(graphs)])
+            line = f"{size}, {way}, {of_pair} exchanges of {exchanges.ms:g} ms: {found:.2f} ms"
+            if exchanges.ms:
+                total = of_pair * exchanges.ms
+                line += f", {found - without[way]:+.2f}: {(found - without[way]) / total:.1%} of {total:.1f} ms exposed"
+            else:
+                without[way] = found
+            print(line, flush=True)
+            del graphs
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], [float(ms) for ms in sys.argv[2:]])
