@@ -2,6 +2,7 @@
 
 result.py               the measurements, and the numbers that follow from them: gap, noise band, verdict
 intervals.py            confidence intervals of a mean
+power.py                how many pairs of runs show something
 gradients.py            gradients compared with BF16's
 token_differences.py    per-token losses compared with BF16's
 file.py                 compare.json

@@ -282,12 +282,14 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """The outcome in a few words."""
+        """The outcome in a few words. One pair decides nothing about the bar."""
         if self.diverged:
             some = f" ({self.diverged} of {len(self.gaps)} seeds)" if len(self.gaps) > 1 else ""
             return f"diverged at step {self.diverged_at:,}{some}"
         if math.isnan(self.gap):
             return "not measured"
+        if self.is_significant is None:
+            return f"one pair, {'within' if abs(self.gap) <= self.noise_band else 'beyond'} the noise"
         if not self.within_bar:
             verdict = f"misses by {(abs(self.gap) - self.bar) * 100:.2f} points"
         else:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Sequence
 
 from octile.report.compare.intervals import MIN_BOOTSTRAP_SAMPLES, Interval
+from octile.report.compare.power import MAX_PAIRS, POWER, largest_deviation, pairs_needed
 from octile.report.compare.result import MIN_STEPS, CompareResult, Curve, Outcome
-from octile.text import format_count, format_percent
+from octile.text import format_count, format_duration, format_percent
 
 FEW_SEEDS = 2  # a confidence interval of so few seeds proves hardly anything
 MAX_SPEED_SPREAD = 2.0  # upper over lower quartile of the steps' speeds within a run
@@ -33,11 +36,15 @@ def verdict_sentence(result: CompareResult) -> str:
         first, *others = measured
         after = f" after {format_count(result.last_step, 'step')}"
         ends = [_end(first, after), *(_end(outcome, "") for outcome in others)]
-        few = any(o.is_significant is not None and len(o.gaps) <= FEW_SEEDS for o in measured)
-        sentences.insert(
-            0, f"On held-out text {'; '.join(ends)}.{' Two seeds can hardly prove anything.' if few else ''}"
-        )
+        sentences.insert(0, f"On held-out text {'; '.join(ends)}.{_few_pairs(measured)}")
     return " ".join((*sentences, noise))
+
+
+def _few_pairs(measured: Sequence[Outcome]) -> str:
+    """What the number of pairs does not decide."""
+    if any(outcome.is_significant is None for outcome in measured):
+        return f" One pair of runs gives no verdict on the bar of {measured[0].bar:.2%}."
+    return " Two seeds can hardly prove anything." if any(len(o.gaps) <= FEW_SEEDS for o in measured) else ""
 
 
 def _end(outcome: Outcome, after: str) -> str:
@@ -45,7 +52,8 @@ def _end(outcome: Outcome, after: str) -> str:
     side = {"+": "above", "−": "below"}.get(gap[0])
     where = f"{gap[1:]} {side} BF16" if side else "at BF16's loss"
     mean = f", the mean of {len(outcome.gaps)} seeds" if len(outcome.gaps) > 1 else ""
-    return f"{outcome.recipe} ends {where}{after}{mean}, {_at_the_bar(outcome)}"
+    at_the_bar = "" if outcome.is_significant is None else f", {_at_the_bar(outcome)}"
+    return f"{outcome.recipe} ends {where}{after}{mean}{at_the_bar}"
 
 
 def _at_the_bar(outcome: Outcome) -> str:
@@ -53,8 +61,6 @@ def _at_the_bar(outcome: Outcome) -> str:
         text = f"within the bar of {outcome.bar:.2%}"
     else:
         text = f"which misses the bar of {outcome.bar:.2%} by {(abs(outcome.gap) - outcome.bar) * 100:.2f} points"
-    if outcome.is_significant is None:
-        return text
     interval = f"the 95% interval is {span(outcome.over_seeds)}"
     if len(outcome.gaps) <= FEW_SEEDS:
         return f"{text}, and {interval}"
@@ -73,7 +79,7 @@ def seeds_note(result: CompareResult) -> str:
         return (
             "Each recipe was trained with one seed: the gap holds for that seed, and there is no interval over seeds."
             f" The noise band, from {'nudges' if result.nudge else 'one pair'} of BF16 runs, estimates the size of"
-            " chance. For more seeds: --seeds 5."
+            f" chance. For more seeds: --seeds 5; {planned_pairs(5, result.bar)}"
         )
     if n == FEW_SEEDS:
         return (
@@ -86,13 +92,53 @@ def seeds_note(result: CompareResult) -> str:
     return f"{student} The bootstrap interval does not assume this."
 
 
+def planned_pairs(pairs: int, bar: float) -> str:
+    """What so many pairs can show, before any of them has run."""
+    if pairs == 1:
+        return f"one pair of runs gives no verdict on the bar of {bar:.2%}; {planned_pairs(5, bar)}"
+    return (
+        f"{pairs} pairs of runs show that a recipe without a gap stays within {bar:.2%} of BF16, with a probability of "
+        f"{POWER:.0%}, where the gaps of pairs deviate by at most {largest_deviation(pairs, bar):.2%}."
+    )
+
+
+def pairs_notes(result: CompareResult) -> list[str]:
+    """Of each recipe that was not shown to stay within the bar, how many pairs would show it, and how long they take.
+
+    The pairs that were measured say how much their gaps deviate. A comparison that stops as soon as it shows something
+    shows it too often by chance, so the pairs are to be new ones.
+    """
+    notes = []
+    for outcome in map(result.outcome, result.names):
+        if outcome.is_significant is None or outcome.diverged or outcome.is_shown or result.last_step < MIN_STEPS:
+            continue
+        deviation = statistics.stdev(outcome.gaps)
+        needed = pairs_needed(deviation, outcome.bar)
+        found = f"The {len(outcome.gaps)} gaps of {outcome.recipe} deviate by {deviation:.2%}: "
+        if needed is None:
+            notes.append(f"{found}more than {MAX_PAIRS} pairs would be needed to decide about {outcome.bar:.2%}.")
+            continue
+        seconds = needed * sum(_seconds(curve, result) for curve in (result.bf16, *result.runs(outcome.recipe)[:1]))
+        time = f", {format_duration(seconds)} of training like this" if 0 < seconds < math.inf else ""
+        notes.append(
+            f"{found}if it has no gap, {needed} new pairs show that with a probability of {POWER:.0%}{time} (--seeds)."
+        )
+    return notes
+
+
+def _seconds(curve: Curve, result: CompareResult) -> float:
+    """The seconds of a run's steps; NaN if its speed or its size is not known."""
+    sizes = (result.config.get(name, math.nan) for name in ("steps", "batch_size", "sequence_length"))
+    return math.prod(sizes) / curve.tokens_per_s
+
+
 def notes(result: CompareResult) -> list[str]:
-    """Warnings about what the comparison cannot show: short runs, and speeds on a machine that others used too."""
+    """What the comparison cannot show: for lack of pairs or steps, or of speeds on a machine that others used too."""
     few = [
         f"The runs have {format_count(result.last_step, 'step')}: gaps and noise after fewer than {MIN_STEPS} steps say"
         " nothing about a longer run."
     ]
-    return (few if result.last_step < MIN_STEPS else []) + speed_notes(result)
+    return (few if result.last_step < MIN_STEPS else []) + pairs_notes(result) + speed_notes(result)
 
 
 def speed_notes(result: CompareResult) -> list[str]:

@@ -68,7 +68,8 @@ def outcome_rows(result: CompareResult) -> list[TableRow]:
     for name in result.names:
         outcome, runs = result.outcome(name), list(result.runs(name))
         label = f"{name}, {len(runs)} seeds" if len(runs) > 1 else name
-        mood = "good" if outcome.is_shown else "" if outcome.within_bar else "bad"
+        is_open = outcome.within_bar or (outcome.is_significant is None and abs(outcome.gap) <= outcome.noise_band)
+        mood = "good" if outcome.is_shown else "" if is_open else "bad"
         rows.append(_row(runs, label, [outcome.gap], [outcome.smoothed], outcome.verdict, mood))
     return rows
 

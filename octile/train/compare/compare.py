@@ -22,8 +22,8 @@ from octile.parallel.device import pick_device
 from octile.parallel.ranks import Ranks
 from octile.report.compare.file import COMPARE_FILE, write_result
 from octile.report.compare.page import write_compare_report
-from octile.report.compare.result import CompareResult
-from octile.report.compare.summary import notes, verdict_sentence
+from octile.report.compare.result import BAR, CompareResult
+from octile.report.compare.summary import notes, planned_pairs, verdict_sentence
 from octile.report.compare.tables import format_compare_table, format_details_table
 from octile.report.compare.token_differences import TokenDifferences, token_differences
 from octile.report.machine import describe_machine, machine
@@ -115,6 +115,8 @@ def compare(
         check_memory(each, device, is_train=False)
     if duration:
         console.print(duration)
+    if recipes:
+        console.print(planned_pairs(len(seeds), BAR))
     is_new = out is None
     out = out or new_folder(Path("runs"), f"compare-{config.preset}")
     if stored is None:

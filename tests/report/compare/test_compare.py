@@ -69,14 +69,12 @@ def test_the_smoothed_gap_is_the_mean_of_the_last_quarter():
 @pytest.mark.parametrize(
     ("final", "verdict"),
     [
-        (3.0030, "within bar and noise"),
-        (3.0069, "within the bar"),
-        (2.9931, "within the bar"),
-        (3.0120, "misses by 0.15 points"),
-        (2.9880, "misses by 0.15 points"),
+        (3.0030, "one pair, within the noise"),
+        (3.0069, "one pair, beyond the noise"),
+        (2.9880, "one pair, beyond the noise"),
     ],
 )
-def test_the_verdict_follows_from_gap_bar_and_noise(final, verdict):
+def test_the_verdict_of_one_pair_is_about_the_noise_alone(final, verdict):
     recipe = curve("deepseek_v3", final)
     assert compared(recipe).outcome("deepseek_v3").verdict == verdict
 
@@ -89,7 +87,8 @@ def test_a_run_that_diverged_is_reported_as_diverged():
 
 def test_the_sentence_gives_gap_bar_and_noise():
     assert verdict_sentence(compared(curve("deepseek_v3", 3.003))) == (
-        "On held-out text deepseek_v3 ends 0.10% above BF16 after 40 steps, within the bar of 0.25%."
+        "On held-out text deepseek_v3 ends 0.10% above BF16 after 40 steps."
+        " One pair of runs gives no verdict on the bar of 0.25%."
         " Two BF16 runs that differ only in their seed end 0.20% apart."
     )
 
@@ -98,21 +97,14 @@ def test_the_sentence_gives_gap_bar_and_noise():
 def test_the_sentence_names_no_side_of_a_gap_that_rounds_to_zero(final):
     sentence = verdict_sentence(compared(curve("deepseek_v3", final), curve("per_tensor", 2.997)))
     assert sentence.startswith(
-        "On held-out text deepseek_v3 ends at BF16's loss after 40 steps, within the bar of 0.25%; "
-        "per_tensor ends 0.10% below BF16, within"
+        "On held-out text deepseek_v3 ends at BF16's loss after 40 steps; per_tensor ends 0.10% below BF16. "
     )
-
-
-def test_the_sentence_says_by_how_much_the_bar_is_missed():
-    sentence = verdict_sentence(compared(curve("per_tensor", 3.012)))
-    assert "0.40% above BF16 after 40 steps, which misses the bar of 0.25% by 0.15 points" in sentence
 
 
 def test_the_sentence_names_every_recipe():
     sentence = verdict_sentence(compared(curve("deepseek_v3", 3.003), curve("per_tensor", 3.012), diverged()))
     assert sentence.startswith(
-        "On held-out text deepseek_v3 ends 0.10% above BF16 after 40 steps, within the bar of 0.25%; "
-        "per_tensor ends 0.40% above BF16, which misses the bar of 0.25% by 0.15 points. "
+        "On held-out text deepseek_v3 ends 0.10% above BF16 after 40 steps; per_tensor ends 0.40% above BF16. "
     )
     assert f" {diverged().recipe}: diverged at step " in sentence
     assert sentence.count("Two BF16 runs") == 1
@@ -152,8 +144,8 @@ def test_the_page_loads_nothing(page):
     "row",
     [
         "bf16, seed 1 +0.20% noise band +0.20% 3.0060 6,000 130 MB",
-        "deepseek_v3 +0.10% within bar and noise +0.10% 3.0030 6,000 130 MB",
-        "per_tensor +10.00% misses by 9.75 points +10.00% 3.3000",
+        "deepseek_v3 +0.10% one pair, within the noise +0.10% 3.0030 6,000 130 MB",
+        "per_tensor +10.00% one pair, beyond the noise +10.00% 3.3000",
         "global_scale – diverged at step 26 – –",
     ],
 )

@@ -46,7 +46,7 @@ def test_the_file_contains_the_outcomes(tmp_path):
     write_result(tmp_path / "compare.json", complete_result(), {"cpu": "some"})
     found = json.loads((tmp_path / "compare.json").read_text())
     ours, broken = found["outcome"]
-    assert (ours["recipe"], ours["verdict"], ours["within_bar"]) == ("deepseek_v3", "within bar and noise", True)
+    assert (ours["recipe"], ours["verdict"], ours["within_bar"]) == ("deepseek_v3", "one pair, within the noise", True)
     assert ours["gap"] == pytest.approx(0.001)
     assert (broken["gap"], broken["diverged_at"]) == (None, 26)
     assert found["measured_on"] == {"cpu": "some"}

@@ -9,9 +9,11 @@ import pytest
 from octile.report import CompareResult, Curve, verdict_sentence
 from octile.report.compare.curves_figure import caption_compare, draw_compare
 from octile.report.compare.outcome_figure import draw_outcomes
-from octile.report.compare.summary import notes, seeds_note
+from octile.report.compare.power import pairs_needed
+from octile.report.compare.summary import notes, pairs_notes, seeds_note
 from octile.report.compare.tables import outcome_rows
 from octile.report.style import WIDE, drawing
+from octile.text import format_duration
 
 STEPS = tuple(range(10, 101, 10))
 
@@ -112,6 +114,29 @@ def test_the_sentence_contains_the_seeds_and_the_interval():
     sentence = verdict_sentence(result)
     assert "after 100 steps, the mean of 3 seeds, within the bar of 0.25%, and significantly: " in sentence
     assert "significantly: the 95% interval is +0.08 …" in sentence
+
+
+def test_the_sentence_says_by_how_much_several_seeds_miss_the_bar():
+    sentence = verdict_sentence(compared(seeds("bf16", 2.0, 2.0, 2.0), *seeds("a", 2.008, 2.0082, 2.0078)))
+    assert "which misses the bar of 0.25% by 0.15 points, and significantly: " in sentence
+
+
+def test_pairs_that_show_nothing_say_how_many_would():
+    result = compared(seeds("bf16", 2.0, 2.0, 2.0), *seeds("a", 2.002, 2.008, 1.996))
+    config = {"steps": 100, "batch_size": 10, "sequence_length": 36}
+    needed = pairs_needed(0.003, 0.0025)
+    (note,) = pairs_notes(replace(result, config=config))
+    assert note == (
+        f"The 3 gaps of a deviate by 0.30%: if it has no gap, {needed} new pairs show that with a probability of 80%, "
+        f"{format_duration(needed * 2 * 36_000 / result.bf16.tokens_per_s)} of training like this (--seeds)."
+    )
+    shown = compared(seeds("bf16", 2.0, 2.0, 2.0), *seeds("a", 2.002, 2.0022, 2.0018))
+    assert pairs_notes(shown) == []
+
+
+def test_a_deviation_that_no_number_of_pairs_averages_out_is_said():
+    (note,) = pairs_notes(compared(seeds("bf16", 2.0, 2.0), *seeds("a", 2.2, 1.8)))
+    assert note == "The 2 gaps of a deviate by 14.14%: more than 200 pairs would be needed to decide about 0.25%."
 
 
 def with_gaps(*gaps_in_bands: float) -> CompareResult:

@@ -1,0 +1,57 @@
+"""How many pairs of runs show that a recipe stays within the bar.
+
+A recipe stays within the bar if Student's 95% interval of the mean gap over pairs does (two one-sided tests of level
+2.5%; Schuirmann, J. Pharmacokinet. Biopharm. 15, 1987). Whether it does depends on the pairs, the deviation of their
+gaps, and chance. Here the true gap is zero and gaps are normally distributed, so that `POWER` is the best that can be
+expected: a recipe with a gap of its own needs more pairs.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import numpy as np
+
+from octile.report.compare.intervals import student_quantile
+
+POWER = 0.8  # the probability with which a recipe without a gap is shown to stay within the bar
+MAX_PAIRS = 200
+DRAWS = 20_000
+
+
+def largest_deviation(pairs: int, bar: float) -> float:
+    """The largest deviation of gaps with which so many pairs show that a recipe stays within the bar.
+
+    Args:
+        pairs: at least 2.
+        bar: in the unit of the gaps.
+    """
+    return bar / _reach(pairs)
+
+
+def pairs_needed(deviation: float, bar: float) -> int | None:
+    """The fewest pairs that show that a recipe stays within the bar; None for more than MAX_PAIRS.
+
+    Args:
+        deviation: the standard deviation of the gaps.
+        bar: in the same unit.
+    """
+    if largest_deviation(MAX_PAIRS, bar) < deviation:
+        return None
+    too_few, enough = 1, MAX_PAIRS
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        if largest_deviation(middle, bar) < deviation:
+            too_few = middle
+        else:
+            enough = middle
+    return enough
+
+
+@cache
+def _reach(pairs: int) -> float:
+    """How far from zero the interval over gaps of deviation 1 reaches at most, with probability POWER."""
+    gaps = np.random.default_rng(0).standard_normal((DRAWS, pairs))
+    half = student_quantile(pairs - 1) * gaps.std(axis=1, ddof=1) / math.sqrt(pairs)
+    return float(np.quantile(np.abs(gaps.mean(axis=1)) + half, POWER))
