@@ -191,8 +191,9 @@ class Recipe:
         transposed_weights: what becomes of the transposed form, which dgrad reads, of weights in 128×128 blocks.
             "recomputed": it is quantized from the weight in the backward pass, and nothing of it is held in between.
             "cached": it is quantized and cached with the weight, which takes a byte per weight. None: "recomputed", but
-            "cached" in `octile train`, whose micro-batches read it several times a step. A weight without a gradient
-            that the weight cache holds is quantized once for all steps, in both forms, whatever is set here.
+            "cached" where micro-batches read it several times a step: in `octile train`, and in torchtitan unless
+            weights are sharded. A weight without a gradient that the weight cache holds is quantized once for all
+            steps, in both forms, whatever is set here.
         swiglu_inputs: how SwiGLU's inputs are saved, its output being recomputed; or "recomputed": they are recomputed,
             too. None: autograd saves them in high precision, and the quantized output.
         batch_invariant: whether a token's forward pass has the bits that `octile serve` gives it in exact mode,

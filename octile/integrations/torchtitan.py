@@ -10,13 +10,15 @@ another module imports this one by `--experimental.custom_import`; it has the de
 
 torchtitan builds a model without memory, converts it, and then parallelizes, compiles and initializes it. Layers and
 experts keep their parameters and their names, so that all of these and its checkpoints do what they do without octile.
+Rows of experts are moved by octile's kernels (`octile.integrations.torchtitan_moe`), unless tensor parallelism divides
+the tokens of a mixture.
 
 Source: torchtitan 0.2, `torchtitan.protocols.model_converter`.
 """
 
 # without `from __future__ import annotations`: torchtitan reads the types of the fields
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -24,6 +26,7 @@ from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools.logging import logger
 
 import octile.integrations.torchtitan_experts  # noqa: F401 (by which `octile.convert` converts experts)
+from octile.integrations.torchtitan_moe import fuse_moe
 from octile.nn.conversion import apply_recipe
 from octile.recipe import OptimizerFormats, Recipe
 
@@ -56,7 +59,7 @@ class OctileConverter:
 
     Args:
         job_config: torchtitan's configuration.
-        parallel_dims: how torchtitan parallelizes the model; not read.
+        parallel_dims: how torchtitan parallelizes the model.
 
     Raises:
         ValueError: the configuration names an unknown recipe, one that needs another trainer, or a converter of
@@ -76,6 +79,10 @@ class OctileConverter:
             raise ValueError(f"octile.recipe: {error}") from None
         if why := _why_unsupported(self.recipe):
             raise ValueError(f"octile.recipe {self.recipe.name!r} {why}")
+        has_whole_weights = not (parallel_dims.fsdp_enabled or parallel_dims.tp_enabled or parallel_dims.ep_enabled)
+        if has_whole_weights:  # which the weight cache holds for all micro-batches
+            self.recipe = replace(self.recipe, transposed_weights=self.recipe.transposed_weights or "cached")
+        self.fuses_moe = not parallel_dims.tp_enabled  # which gives each rank a part of the tokens' rows
 
     def convert(self, model: nn.Module) -> None:
         """Convert the model in place, and log what was converted.
@@ -89,6 +96,8 @@ class OctileConverter:
         except ValueError as error:
             is_setting = str(error).startswith(("keep ", "recipe "))
             raise ValueError(f"{NAME}.{error}" if is_setting else str(error)) from None
+        if self.fuses_moe:
+            fuse_moe(model)
         logger.info(f"octile: {model.conversion_summary}")
 
     def post_optimizer_hook(self, model: nn.Module | Sequence[nn.Module]) -> None:

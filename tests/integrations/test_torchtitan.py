@@ -1,5 +1,6 @@
 """Tests of octile's converter of torchtitan: its refusals, and jobs of torchtitan's own trainer and command line."""
 
+import math
 import re
 from pathlib import Path
 
@@ -12,8 +13,11 @@ from tests.worlds import Outcomes, Work
 pytest.importorskip("torchtitan")
 
 from torchtitan.config import ConfigManager
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.moe import moe
 
 from octile.integrations.torchtitan import OctileConverter
+from octile.integrations.torchtitan_moe import FusedMoE
 from octile.nn import Linear
 from tests.integrations import torchtitan_cases as cases
 from tests.torchtitan_on_cpu import MODULES, octile
@@ -53,9 +57,13 @@ def test_further_jobs_on_two_ranks(work: Work, exhaustive_outcomes: Outcomes):
     exhaustive_outcomes.assert_passed(work)
 
 
-def converter(*arguments: str) -> OctileConverter:
-    """The converter of a job whose command line has these arguments."""
-    return OctileConverter(ConfigManager().parse_args([*octile(), *arguments]), None)
+ONE_RANK = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "etp": 1, "world_size": 1}
+
+
+def converter(*arguments: str, **degrees: int) -> OctileConverter:
+    """The converter of a job whose command line has these arguments, on ranks of these degrees of parallelism."""
+    dims = ParallelDims(**ONE_RANK | degrees | {"world_size": math.prod(degrees.values()) // degrees.get("ep", 1)})
+    return OctileConverter(ConfigManager().parse_args([*octile(), *arguments]), dims)
 
 
 def model() -> nn.Module:
@@ -64,7 +72,7 @@ def model() -> nn.Module:
 
 
 def test_without_a_section_of_its_own_a_configuration_means_the_defaults():
-    made = OctileConverter(ConfigManager().parse_args(["--model.converters", "octile"]), None)
+    made = OctileConverter(ConfigManager().parse_args(["--model.converters", "octile"]), ParallelDims(**ONE_RANK))
     assert (made.recipe.name, made.settings.keep) == ("deepseek_v3", [])
 
 
@@ -97,3 +105,25 @@ def test_what_is_not_supported_is_refused_with_the_name_of_the_option(arguments:
 def test_a_recipe_is_read_from_a_file(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match=r"missing\.toml"):
         converter("--octile.recipe", str(tmp_path / "missing.toml"))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "transposed"),
+    [({"dp_replicate": 2}, "cached"), ({"pp": 2}, "cached"), ({"dp_shard": 2}, None), ({"tp": 2}, None)],
+)
+def test_transposed_weights_are_cached_where_ranks_have_whole_weights(degrees: dict[str, int], transposed: str | None):
+    assert converter(**degrees).recipe.transposed_weights == transposed
+
+
+def test_a_recipe_file_decides_what_becomes_of_transposed_weights(tmp_path: Path):
+    file = tmp_path / "recipe.toml"
+    file.write_text('recipe = "deepseek_v3"\ntransposed_weights = "recomputed"\n')
+    assert converter("--octile.recipe", str(file)).recipe.transposed_weights == "recomputed"
+
+
+@pytest.mark.parametrize(("degrees", "kind"), [({"dp_shard": 2, "ep": 2}, FusedMoE), ({"tp": 2}, moe.MoE)])
+def test_octile_moves_the_rows_of_mixtures_unless_tensor_parallelism_divides_them(degrees: dict[str, int], kind: type):
+    with torch.device("meta"):
+        layers = nn.ModuleDict({"moe": moe.MoE(moe.MoEArgs(score_before_experts=False), 128, 128)})
+    converter(**degrees).convert(layers)
+    assert type(layers["moe"]) is kind
