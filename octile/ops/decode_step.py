@@ -19,24 +19,27 @@ from torch import Tensor
 from octile.ops.latent_cache import PAGE
 from octile.ops.operator import operator
 from octile.ops.quantize import check_device
+from octile.ops.sample_tokens import NO_TOKEN
 
-# Before the tokens: source, position, end, seed, top_k, and the bits of temperature, top_p and min_p in float64.
-FIELDS, TEMPERATURE = 8, 5
+# Before the tokens: source, position, end, seed, top_k, drafts, and bits of temperature, top_p and min_p in float64.
+FIELDS, DRAFTS, TEMPERATURE = 9, 5, 6
+NO_DRAFT = min(NO_TOKEN) - 1  # nothing that a row chooses equals it
 
 
 @operator()
-def continued_tokens(numbers: Tensor, last: Tensor, advance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the tokens of requests, and the position of the first one.
+def continued_tokens(numbers: Tensor, last: Tensor, advance: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Find the tokens of requests, the position of the first one, and where their rows end.
 
     Args:
-        numbers: int64 [8 + k, B], rows contiguous: source, position, end, seed, top_k, bits of temperature, top_p and
-            min_p, and k tokens. The source is a request of the step before, whose tokens follow; negative: the given
-            tokens count.
-        last: int64 [R, k], contiguous, the tokens that the step before has left.
+        numbers: int64 [9 + k, B], rows contiguous: source, position, end, seed, top_k, drafts, bits of temperature,
+            top_p and min_p, and k tokens. The source is a request of the step before, whose tokens follow; negative:
+            the given tokens count. Tokens after the first and as many drafts become NO_DRAFT.
+        last: int64 [R, m], m at least k, rows contiguous, the tokens that the step before has left.
         advance: int64 [R], contiguous, the positions by which it has advanced.
 
     Returns:
-        tokens int64 [B, k]; first positions int64 [B]: the given one, plus what the source has advanced; temperatures
+        tokens int64 [B, k]; first positions int64 [B]: the given one, plus what the source has advanced; ends of the
+        rows int64 [B]: the text's, or the position after the request's last draft if that comes before; temperatures
         float32 [B].
 
     Raises:
@@ -45,16 +48,20 @@ def continued_tokens(numbers: Tensor, last: Tensor, advance: Tensor) -> tuple[Te
     """
     _check_continued(numbers, last, advance)
     source_B, position_B, heat_B = numbers[0], numbers[1], numbers[TEMPERATURE]
+    drafts_B, k = numbers[DRAFTS], len(numbers) - FIELDS
     is_given_B, before_B = source_B < 0, source_B.clamp(min=0)
-    tokens_Bk = torch.where(is_given_B[:, None], numbers[FIELDS:].T, last[before_B])
+    tokens_Bk = torch.where(is_given_B[:, None], numbers[FIELDS:].T, last[before_B, :k])
+    tokens_Bk = tokens_Bk.masked_fill(torch.arange(k, device=numbers.device) > drafts_B[:, None], NO_DRAFT)
     first_B = position_B + advance[before_B].masked_fill(is_given_B, 0)
-    return tokens_Bk.contiguous(), first_B, heat_B.view(torch.float64).float()
+    end_B = torch.minimum(numbers[2], first_B + 1 + drafts_B)
+    return tokens_Bk.contiguous(), first_B, end_B, heat_B.view(torch.float64).float()
 
 
 @continued_tokens.register_fake
 def _(numbers, last, advance):
-    b = numbers.shape[1]
-    return numbers.new_empty(b, last.shape[1]), numbers.new_empty(b), numbers.new_empty(b, dtype=torch.float32)
+    k, b = numbers.shape[0] - FIELDS, numbers.shape[1]
+    temperatures = numbers.new_empty(b, dtype=torch.float32)
+    return numbers.new_empty(b, k), numbers.new_empty(b), numbers.new_empty(b), temperatures
 
 
 @continued_tokens.register_kernel("cuda")
@@ -62,7 +69,7 @@ def _(numbers, last, advance):
     from octile.kernels.triton import decode_step as kernel  # late: a machine without a GPU has no Triton
 
     _check_continued(numbers, last, advance)
-    return kernel.launch_continued(numbers, last, advance, FIELDS, TEMPERATURE)
+    return kernel.launch_continued(numbers, last, advance, FIELDS, DRAFTS, TEMPERATURE, NO_DRAFT)
 
 
 @operator()
@@ -156,7 +163,7 @@ def record_choices(
         chosen: int64 [B, k], contiguous, what the rows have chosen.
         tokens: int64 [B, k], contiguous, what they have read: the last token and its drafts.
         drafts: int64 [B, n], contiguous, new drafts.
-        last: int64 [B, k], contiguous, becomes the choice after the accepted drafts, and the new ones.
+        last: int64 [B, k], rows contiguous, becomes the choice after the accepted drafts, and the new ones.
         advance: int64 [B], contiguous, becomes accepted drafts + 1.
         results: int64 [B, 2 + 2n], contiguous, becomes what was chosen, the number of accepted drafts, and the new
             ones.
@@ -192,13 +199,14 @@ def _count_accepted(chosen: Tensor, tokens: Tensor) -> Tensor:
 
 def _check_continued(numbers: Tensor, last: Tensor, advance: Tensor) -> None:
     _check_int64("numbers", numbers, {"last": last, "advance": advance})
-    if numbers.dim() != 2 or last.dim() != 2 or len(numbers) != FIELDS + last.shape[1]:
+    if numbers.dim() != 2 or last.dim() != 2 or not FIELDS < len(numbers) <= FIELDS + last.shape[1]:
         raise ValueError(
-            f"numbers and last must be [{FIELDS} + k, B] and [R, k], not {tuple(numbers.shape)} and {tuple(last.shape)}"
+            f"numbers and last must be [{FIELDS} + k, B] and [R, m], m at least k and k at least 1, not "
+            f"{tuple(numbers.shape)} and {tuple(last.shape)}"
         )
     if advance.shape != last.shape[:1]:
         raise ValueError(f"advance must be ({len(last)},), one for each row of last, not {tuple(advance.shape)}")
-    if (numbers.shape[1] and numbers.stride(1) != 1) or not last.is_contiguous() or not advance.is_contiguous():
+    if (numbers.shape[1] and numbers.stride(1) != 1) or not _has_contiguous_rows(last) or not advance.is_contiguous():
         raise ValueError("the rows of numbers, last and advance must be contiguous")
 
 
@@ -207,7 +215,7 @@ def _check_rows(tokens: Tensor, first: Tensor, end: Tensor, pages: Tensor) -> No
     if pages.dtype != torch.int32:
         raise TypeError(f"pages must be int32, not {pages.dtype}")
     check_device("tokens", tokens, "pages", pages)
-    if tokens.dim() != 2 or (tokens.shape[1] > 1 and tokens.stride(1) != 1):
+    if tokens.dim() != 2 or not _has_contiguous_rows(tokens):
         raise ValueError(f"tokens must be [B, k], rows contiguous, not {tuple(tokens.shape)}, {tokens.stride()}")
     for name, t in (("first", first), ("end", end)):
         if t.shape != tokens.shape[:1]:
@@ -222,12 +230,16 @@ def _check_choices(
     others = {"tokens": tokens, "drafts": drafts, "last": last, "advance": advance, "results": results}
     b, k = _check_of_chosen(chosen, others)
     _check_shapes(chosen, others, ((b, k), (b, k - 1), (b, k), (b,), (b, 2 * k)))
+    if not _has_contiguous_rows(others.pop("last")):
+        raise ValueError(f"the rows of last must be contiguous, not have strides {last.stride()}")
+    _check_contiguous({"chosen": chosen, **others})
 
 
 def _check_accepted(chosen: Tensor, tokens: Tensor, first: Tensor) -> None:
     others = {"tokens": tokens, "first": first}
     b, k = _check_of_chosen(chosen, others)
     _check_shapes(chosen, others, ((b, k), (b,)))
+    _check_contiguous({"chosen": chosen, **others})
 
 
 def _check_of_chosen(chosen: Tensor, others: dict[str, Tensor]) -> tuple[int, int]:
@@ -243,9 +255,16 @@ def _check_shapes(chosen: Tensor, others: dict[str, Tensor], shapes: Sequence[tu
     for (name, t), shape in zip(others.items(), shapes, strict=True):
         if t.shape != shape:
             raise ValueError(f"{name} must be {shape} for chosen {tuple(chosen.shape)}, not {tuple(t.shape)}")
-    for name, t in {"chosen": chosen, **others}.items():
+
+
+def _check_contiguous(tensors: dict[str, Tensor]) -> None:
+    for name, t in tensors.items():
         if not t.is_contiguous():
             raise ValueError(f"{name} must be contiguous, not have strides {t.stride()}")
+
+
+def _has_contiguous_rows(t: Tensor) -> bool:
+    return t.shape[1] < 2 or t.stride(1) == 1
 
 
 def _check_int64(name: str, first: Tensor, others: dict[str, Tensor]) -> None:

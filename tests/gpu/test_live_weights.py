@@ -41,12 +41,14 @@ def decode_all(runner: ModelRunner) -> list[Decoded]:
     positions, found = [100, 90], list[Decoded]()
     for n in range(6):
         requests = [
-            DecodeRequest(i if n else -1, position, 180, i, 0, 1.0, 1.0, 0.0, [] if n else [tokens[position]], pages)
+            DecodeRequest(
+                i if n else -1, position, 180, i, 0, int(n > 0), 1.0, 1.0, 0.0, [] if n else [tokens[position]], pages
+            )
             for i, (position, tokens, pages) in enumerate(zip(positions, texts.texts, texts.pages, strict=True))
         ]
         if n:
             positions = [p + 1 + each.accepted for p, each in zip(positions, found[-2:], strict=True)]
-        found += runner.decode(requests).wait()
+        found += runner.decode(requests, 1).wait()
     return found
 
 

@@ -150,7 +150,7 @@ CASES = {
             *(torch.tensor(share, dtype=torch.float64, device="cuda") for share in ([1, 0.9, 0.5], [0, 0, 0.1])),
         ),
     ),
-    "tokens of a decode step": lambda: (continued_tokens, (_integers(10, 3), _integers(4, 2), _integers(4))),
+    "tokens of a decode step": lambda: (continued_tokens, (_integers(11, 3), _integers(4, 2), _integers(4))),
     "rows of a decode step": lambda: (text_rows, (_integers(2, 2), _integers(2), _integers(2), _pages())),
     "accepted rows of a decode step": lambda: (accepted_rows, (_integers(3, 2), _integers(3, 2), _integers(3))),
     "choices of a decode step": lambda: (

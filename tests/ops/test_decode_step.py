@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from octile.ops.decode_step import accepted_rows, continued_tokens, record_choices, text_rows
+from octile.ops.decode_step import (
+    DRAFTS,
+    FIELDS,
+    NO_DRAFT,
+    accepted_rows,
+    continued_tokens,
+    record_choices,
+    text_rows,
+)
 from tests.ops.operators import assert_well_formed
 
 
@@ -17,12 +25,24 @@ def zeros(*shapes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
 
 def test_tokens_follow_a_request_of_the_step_before_or_are_given():
     heats = torch.tensor([0.5, 0.0, 1.0], dtype=torch.float64).view(torch.int64).tolist()
-    others = [[99, 99, 99]]  # end, seed, top_k, top_p and min_p are not read
-    numbers = int64([[-1, 1, 0], [7, 10, 20], *3 * others, heats, *2 * others, [4, -2, -2], [5, -2, -2]])
-    tokens, first, temperature = continued_tokens(numbers, int64([[31, 32], [41, 42]]), int64([2, 1]))
+    others = [[99, 99, 99]]  # seed, top_k, top_p and min_p are not read
+    rows = [-1, 1, 0], [7, 10, 20], [50, 12, 50], *2 * others, [1, 1, 1], heats, *2 * others
+    numbers = int64([*rows, [4, -2, -2], [5, -2, -2]])
+    tokens, first, end, temperature = continued_tokens(numbers, int64([[31, 32], [41, 42]]), int64([2, 1]))
     assert tokens.tolist() == [[4, 5], [41, 42], [31, 32]]
     assert first.tolist() == [7, 11, 22]
+    assert end.tolist() == [9, 12, 24]
     assert temperature.tolist() == [0.5, 0.0, 1.0]
+
+
+def test_a_request_has_no_more_drafts_than_it_is_to_have():
+    numbers = torch.zeros(FIELDS + 3, 4, dtype=torch.int64)
+    numbers[0] = int64([-1, 0, 0, 0])  # given, and three times what the step before has left, which had more drafts
+    numbers[2], numbers[DRAFTS] = 50, int64([1, 0, 1, 2])
+    numbers[FIELDS:] = int64([[4], [5], [6]])
+    tokens, _, end, _ = continued_tokens(numbers, int64([[31, 32, 33, 34]]), int64([3]))
+    assert tokens.tolist() == [[4, 5, NO_DRAFT], [31, NO_DRAFT, NO_DRAFT], [31, 32, NO_DRAFT], [31, 32, 33]]
+    assert end.tolist() == [2, 4, 5, 6]
 
 
 def test_rows_beyond_the_end_are_written_nowhere():
@@ -53,6 +73,12 @@ def test_the_last_row_that_counts_is_after_the_accepted_drafts():
     assert rows.tolist() == [2, 4, 6]
 
 
+def test_drafts_of_a_later_step_stay_in_wider_rows():
+    left, advance, results = torch.full((1, 4), 9), torch.zeros(1).long(), torch.zeros(1, 4).long()
+    record_choices(int64([[1, 2]]), int64([[0, 1]]), int64([[71]]), left[:, :2], advance, results)
+    assert left.tolist() == [[2, 71, 9, 9]]
+
+
 def test_without_drafts_the_choice_is_the_last_token():
     last, advance, results = torch.zeros(2, 1).long(), torch.zeros(2).long(), torch.zeros(2, 2).long()
     record_choices(int64([[6], [-1]]), int64([[1], [2]]), torch.zeros(2, 0).long(), last, advance, results)
@@ -60,7 +86,7 @@ def test_without_drafts_the_choice_is_the_last_token():
 
 
 CALLS = {
-    "continued tokens": lambda: (continued_tokens, zeros((10, 3), (4, 2), (4,))),
+    "continued tokens": lambda: (continued_tokens, zeros((11, 3), (4, 2), (4,))),
     "rows of texts": lambda: (text_rows, (*zeros((2, 2), (2,), (2,)), torch.tensor([[1, 0], [0, 1]]).int())),
     "accepted rows": lambda: (accepted_rows, zeros((3, 2), (3, 2), (3,))),
     "choices": lambda: (record_choices, zeros((3, 2), (3, 2), (3, 1), (3, 2), (3,), (3, 4))),
@@ -73,11 +99,12 @@ def test_operators_are_well_formed(name: str):
 
 
 def test_numbers_that_do_not_fit_are_refused():
-    numbers, last = torch.zeros(10, 3).long(), torch.zeros(4, 2).long()
+    numbers, last = torch.zeros(11, 3).long(), torch.zeros(4, 2).long()
     with pytest.raises(TypeError, match=r"last must be int64, not torch\.int32"):
         continued_tokens(numbers, last.int(), torch.zeros(4).long())
-    with pytest.raises(ValueError, match=r"numbers and last must be \[8 \+ k, B\] and \[R, k\]"):
-        continued_tokens(numbers[1:], last, torch.zeros(4).long())
+    for wrong in (numbers[:9], numbers[[*range(11), 0]]):
+        with pytest.raises(ValueError, match=r"numbers and last must be \[9 \+ k, B\] and \[R, m\], m at least k"):
+            continued_tokens(wrong, last, torch.zeros(4).long())
     with pytest.raises(ValueError, match=r"advance must be \(4,\)"):
         continued_tokens(numbers, last, torch.zeros(3).long())
     tokens, pages = torch.zeros(3, 2).long(), torch.zeros(3, 5, dtype=torch.int32)

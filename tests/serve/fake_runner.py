@@ -13,7 +13,11 @@ EMPTY = -1
 
 
 class FakeRunner:
-    """Writes tokens, not latents, into its pages; the draft layer has pages of its own and is wrong now and then."""
+    """Writes tokens, not latents, into its pages; the draft layer has pages of its own and is wrong now and then.
+
+    Attributes:
+        drafts_well: whether it is right after these tokens.
+    """
 
     can_draft = True
     device = torch.device("cpu")
@@ -32,6 +36,7 @@ class FakeRunner:
         self.decode_steps = self.scored_steps = self.version = 0
         self.prefixes: list[list[int]] = []  # of the rows of the last pass
         self.before: list[tuple[int, list[int]]] = []  # the last decode step: positions and tokens of its requests
+        self.drafts_well = lambda tokens: random.Random(hash(tuple(tokens))).random() < 0.7
 
     def logits_after(self, tokens):
         """The logits of the token after these, [V], which each version of the weights changes."""
@@ -71,19 +76,23 @@ class FakeRunner:
     def update_weights(self):
         self.version += 1
 
-    def decode(self, requests, log_probs=False):
+    def decode(self, requests, n_drafts, log_probs=False):
         """As the definition of a decode step says, by `run` and `draft`, request after request."""
         self.decode_steps += 1
+        assert 0 <= n_drafts <= self.n_drafts
         assert not (log_probs and self.n_drafts)
         self.scored_steps += log_probs
         after, rows, scores = [], [], []
-        for source, position, end, seed, top_k, temperature, top_p, min_p, tokens, pages in requests:
+        for source, position, end, seed, top_k, verified, temperature, top_p, min_p, tokens, pages in requests:
             if source >= 0:
                 advance, tokens = self.before[source]
                 position += advance
+            assert verified <= n_drafts
+            assert verified < len(tokens) or position + len(tokens) >= end
+            tokens = tokens[: 1 + verified]
             if position >= end:  # its text has ended in the step before
                 after.append((1, tokens))
-                rows.append([0] * (2 + 2 * self.n_drafts))
+                rows.append([0] * (2 + 2 * n_drafts))
                 scores.append(0.0)
                 continue
             sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
@@ -94,21 +103,19 @@ class FakeRunner:
             accepted = count_accepted(inside[1:], chosen)
             drafts: list[int] = []
             if self.n_drafts and position + accepted + 1 < end:
-                chunk = Chunk(chosen[: accepted + 1], position, pages, 1)
+                chunk = Chunk(chosen[: accepted + 1], position, pages, min(n_drafts, 1))
                 logits, hidden = self.draft(Batch([chunk]), hidden[: accepted + 1])
                 last = position + accepted
-                while True:
+                while n_drafts:
                     drafts += choose(logits, [Row(sampling, seed, last + 2 + len(drafts))]).tolist()
-                    if len(drafts) == self.n_drafts or last + len(drafts) >= end:
+                    if len(drafts) == n_drafts or last + len(drafts) >= end:
                         break
                     logits, hidden = self.draft(Batch([Chunk(drafts[-1:], last + len(drafts), pages, 1)]), hidden[-1:])
             after.append((accepted + 1, [chosen[accepted], *drafts]))
-            some = self.n_drafts - len(inside) + 1
-            rows.append([*chosen, *[0] * some, accepted, *drafts, *[0] * (self.n_drafts - len(drafts))])
+            some = n_drafts - len(inside) + 1
+            rows.append([*chosen, *[0] * some, accepted, *drafts, *[0] * (n_drafts - len(drafts))])
         self.before = after
-        return DecodedTokens(
-            torch.tensor(rows), None, self.n_drafts, log_probs=torch.tensor(scores) if log_probs else None
-        )
+        return DecodedTokens(torch.tensor(rows), None, n_drafts, log_probs=torch.tensor(scores) if log_probs else None)
 
     def draft(self, batch, hidden):
         logits = []
@@ -120,8 +127,7 @@ class FakeRunner:
                 end = chunk.start + len(chunk.tokens)
                 first = self.pages[chunk.pages[0]][0]
                 prefix = [first, *self._read(self.draft_pages, chunk.pages, end)]
-                is_right = random.Random(hash(tuple(prefix))).random() < 0.7
-                logits.append(self.logits_after(prefix if is_right else [EMPTY]))
+                logits.append(self.logits_after(prefix if self.drafts_well(prefix) else [EMPTY]))
         next_hidden = hidden + 1  # a draft of the draft is at the next position
         return Results(torch.stack(logits) if logits else torch.empty(0, self.vocab_size), next_hidden)
 

@@ -12,19 +12,19 @@ BLOCK = 128  # rows or requests of a program
 
 
 def launch_continued(
-    numbers: Tensor, last: Tensor, advance: Tensor, fields: int, temperature_at: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """numbers [fields + k, B], last [R, k], advance [R] → tokens [B, k], first positions [B], temperatures [B]."""
-    b, k = numbers.shape[1], last.shape[1]
-    tokens, first = numbers.new_empty(b, k), numbers.new_empty(b)
+    numbers: Tensor, last: Tensor, advance: Tensor, fields: int, drafts_at: int, temperature_at: int, no_draft: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """numbers [fields + k, B], last [R, m], advance [R] → tokens [B, k], first positions, ends, temperatures [B]."""
+    b, k = numbers.shape[1], numbers.shape[0] - fields
+    tokens, first, end = numbers.new_empty(b, k), numbers.new_empty(b), numbers.new_empty(b)
     temperature = numbers.new_empty(b, dtype=torch.float32)
     if b:
         with torch.cuda.device_of(numbers):
             continued_tokens[(triton.cdiv(b, BLOCK),)](
-                numbers, last, advance, tokens, first, temperature, b, numbers.stride(0), FIELDS=fields,
-                TEMPERATURE=temperature_at, K=k, BLOCK=BLOCK,
+                numbers, last, advance, tokens, first, end, temperature, b, numbers.stride(0), last.stride(0),
+                FIELDS=fields, DRAFTS=drafts_at, TEMPERATURE=temperature_at, NO_DRAFT=no_draft, K=k, BLOCK=BLOCK,
             )  # fmt: skip
-    return tokens, first, temperature
+    return tokens, first, end, temperature
 
 
 def launch_rows(
@@ -63,7 +63,7 @@ def launch_choices(
     if b:
         with torch.cuda.device_of(chosen):
             record_choices[(triton.cdiv(b, BLOCK),)](
-                chosen, tokens, drafts, last, advance, results, b, K=k, BLOCK=BLOCK
+                chosen, tokens, drafts, last, advance, results, b, last.stride(0), K=k, BLOCK=BLOCK
             )
 
 
@@ -74,7 +74,7 @@ def compile_cases() -> cases.CompileCases:
         k = 1 + drafts
         tokens, last, results = (cases.empty(requests, width, dtype=torch.int64) for width in (k, k, 2 * k))
         rows, pages = cases.empty(requests, dtype=torch.int64), cases.empty(requests, 64, dtype=torch.int32)
-        launch_continued(cases.empty(8 + k, requests, dtype=torch.int64), last, rows, 8, 5)
+        launch_continued(cases.empty(9 + k, requests, dtype=torch.int64), last, rows, 9, 5, 6, -4)
         launch_rows(tokens, rows, rows, pages, 64)
         launch_accepted(tokens, tokens, rows)
         launch_choices(tokens, tokens, cases.empty(requests, drafts, dtype=torch.int64), last, rows, results)
@@ -87,10 +87,10 @@ def compile_cases() -> cases.CompileCases:
 
 @triton.jit(do_not_specialize=["B"])
 def continued_tokens(
-    numbers, last, advance, tokens, first, temperature, B, step, FIELDS: tl.constexpr, TEMPERATURE: tl.constexpr,
-    K: tl.constexpr, BLOCK: tl.constexpr,
+    numbers, last, advance, tokens, first, end, temperature, B, step, last_step, FIELDS: tl.constexpr,
+    DRAFTS: tl.constexpr, TEMPERATURE: tl.constexpr, NO_DRAFT: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Requests of a program: their tokens, first positions and temperatures."""
+    """Requests of a program: their tokens, first positions, ends and temperatures."""
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = b < B
     source = tl.load(numbers + b, mask=inside, other=-1)
@@ -99,12 +99,16 @@ def continued_tokens(
     position = tl.load(numbers + step + b, mask=inside, other=0)
     advanced = tl.load(advance + before, mask=inside & (source >= 0), other=0)
     tl.store(first + b, position + advanced, mask=inside)
+    drafts = tl.load(numbers + DRAFTS * step + b, mask=inside, other=0)
+    text_end = tl.load(numbers + 2 * step + b, mask=inside, other=0)
+    tl.store(end + b, tl.minimum(text_end, position + advanced + 1 + drafts), mask=inside)
     heat = tl.load(numbers + TEMPERATURE * step + b, mask=inside, other=0).to(tl.float64, bitcast=True)
     tl.store(temperature + b, heat.to(tl.float32), mask=inside)
     for j in tl.static_range(K):
         given = tl.load(numbers + (FIELDS + j) * step + b, mask=inside, other=0)
-        left = tl.load(last + before * K + j, mask=inside & (source >= 0), other=0)
-        tl.store(tokens + b * K + j, tl.where(is_given, given, left), mask=inside)
+        left = tl.load(last + before * last_step + j, mask=inside & (source >= 0), other=0)
+        token = tl.where(is_given, given, left)
+        tl.store(tokens + b * K + j, tl.where(j > drafts, NO_DRAFT, token), mask=inside)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -145,7 +149,7 @@ def accepted_rows(
 
 @triton.jit(do_not_specialize=["B"])
 def record_choices(
-    chosen, tokens, drafts, last, advance, results, B, K: tl.constexpr, BLOCK: tl.constexpr
+    chosen, tokens, drafts, last, advance, results, B, last_step, K: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Requests of a program: what they leave to the next step and to the host."""
     b = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -157,9 +161,9 @@ def record_choices(
     for j in tl.static_range(1, K):
         draft = tl.load(drafts + b * (K - 1) + j - 1, mask=inside, other=0)
         tl.store(results + b * 2 * K + K + j, draft, mask=inside)
-        tl.store(last + b * K + j, draft, mask=inside)
+        tl.store(last + b * last_step + j, draft, mask=inside)
     tl.store(results + b * 2 * K + K, accepted, mask=inside)
-    tl.store(last + b * K, tl.load(chosen + b * K + accepted, mask=inside, other=0), mask=inside)
+    tl.store(last + b * last_step, tl.load(chosen + b * K + accepted, mask=inside, other=0), mask=inside)
     tl.store(advance + b, accepted + 1, mask=inside)
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Sequence
+from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -67,8 +68,16 @@ def usable_drafts(drafts: list[int], request: Request) -> list[int]:
     return drafts[: min(n_chosen, request.n_remaining - 1)]
 
 
+def draft_limit(request: Request) -> int:
+    """Return how many drafts a request gets at most: its count, and one less than tokens are wanted."""
+    assert request.draft_count is not None  # the engine drafts
+    return min(request.draft_count.count, request.n_remaining - 1)
+
+
 class Drafter:
-    """Drafts the tokens after a forward pass.
+    """Drafts the tokens after a forward pass, as many for each request as its `draft_count` says.
+
+    The layer reads all tokens, also of requests without drafts: later drafts attend to their latents.
 
     Ranks that share their requests must agree on the rows of all passes. So a request of which a draft cannot be chosen
     stays in the passes after it, and has the drafts before it.
@@ -79,12 +88,11 @@ class Drafter:
     Args:
         runner: the model.
         scheduler: allocates pages for the positions of drafts.
-        n_drafts: draft tokens per request.
         end_tokens: end-of-text tokens.
     """
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, n_drafts: int, end_tokens: Collection[int]):
-        self._runner, self._scheduler, self._n_drafts, self._end_tokens = runner, scheduler, n_drafts, end_tokens
+    def __init__(self, runner: Runner, scheduler: Scheduler, end_tokens: Collection[int]):
+        self._runner, self._scheduler, self._end_tokens = runner, scheduler, end_tokens
         self.lacks_draft = False
 
     def draft(self, computed: Sequence[Computed], hidden_TD: Tensor) -> None:
@@ -99,7 +107,7 @@ class Drafter:
         drafting: list[tuple[Request, int]] = []  # and the row of its last position
         for request, start, n_tokens, row in computed:
             end = start + n_tokens
-            wants_draft = end + 1 == len(request.tokens) and request.n_remaining > 1
+            wants_draft = end + 1 == len(request.tokens) and draft_limit(request) > 0
             chunks.append(Chunk(request.tokens[start + 1 : end + 1], start, request.pages, int(wants_draft)))
             rows += range(row, row + n_tokens)
             if wants_draft:
@@ -108,7 +116,7 @@ class Drafter:
             return
         results = self._runner.draft(Batch(chunks), _rows(hidden_TD, rows))
         lacking = set[int]()  # requests of which a draft could not be chosen
-        for n in range(1, self._n_drafts + 1):
+        for n in count(1):
             if not drafting:
                 return
             draft_rows = [
@@ -132,9 +140,7 @@ class Drafter:
                 if request.id not in lacking:
                     request.drafts.append(draft)
                 # one more token than drafts is chosen, and the next draft is computed at the last one's position
-                if n < min(self._n_drafts, request.n_remaining - 1) and self._scheduler.extend(
-                    request, len(request.tokens) + n
-                ):
+                if n < draft_limit(request) and self._scheduler.extend(request, len(request.tokens) + n):
                     goes_on.append((request, row, draft))
             if not goes_on:
                 return

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from octile.ops.sample_tokens import ALL_MASKED, NOT_A_NUMBER, POSITIVE_INFINITY
 from octile.serve.engine.config import EngineConfig, InFlight
+from octile.serve.engine.draft_count import DraftCount, shared_count
 from octile.serve.engine.drafts import Computed, Drafter, check_can_draft, count_accepted, usable_drafts
 from octile.serve.engine.grammar import GrammarCompiler, GrammarError, Matcher
 from octile.serve.engine.pages import PageAllocator
@@ -50,9 +51,18 @@ NO_TOKEN_WORDS = {NOT_A_NUMBER: "NaN", POSITIVE_INFINITY: "+Inf", ALL_MASKED: "-
 
 
 class _InFlight(NamedTuple):
-    """A decode step that is launched, and its requests."""
+    """A decode step that is launched, and its requests.
+
+    Attributes:
+        requests: its requests.
+        verified: how many drafts of each it verifies.
+        n_drafts: how many it makes for each.
+        tokens: what it chooses.
+    """
 
     requests: list[Request]
+    verified: list[int]
+    n_drafts: int
     tokens: DecodedTokens
 
 
@@ -99,7 +109,7 @@ class Engine:
         self._scheduler = Scheduler(self._pages, runner.page_size, self.config)
         self._drafter: Drafter | None = None
         if self.config.n_drafts:
-            self._drafter = Drafter(runner, self._scheduler, self.config.n_drafts, self._end_tokens)
+            self._drafter = Drafter(runner, self._scheduler, self._end_tokens)
         self._to_draft: tuple[list[Computed], Tensor] | None = None  # after `run`: its requests and hidden states
         self._in_flight: _InFlight | None = None  # a decode step that is launched and not collected
         self._adopted: list[tuple[Request, FirstToken]] = []  # since the last step
@@ -142,6 +152,8 @@ class Engine:
         check_id(request, self._requests)
         self._n_requests += 1
         self._requests[request.id] = request
+        if self.config.n_drafts:
+            request.draft_count = DraftCount(self.config.n_drafts)
         sampling = request.sampling
         self._texts[request.id] = TextStream(self._tokenizer, sampling.stop, sampling.skip_special_tokens)
         if not sampling.grammar:
@@ -282,12 +294,12 @@ class Engine:
     def _next_outputs(self) -> list[Output]:
         launched = self._in_flight
         if launched is None and self._can_launch(None):
-            launched = self._launch(None)
+            launched = self._launch(None, self.n_drafts)
         if launched is None:
             outputs = self.run(self._scheduler.schedule())
             self.draft()
             return outputs
-        self._in_flight = self._launch(launched) if self._can_launch(launched) else None
+        self._in_flight = self._launch(launched, self.n_drafts) if self._can_launch(launched) else None
         outputs = self._collect(launched)
         if not self._requests:
             self._in_flight = None
@@ -299,14 +311,25 @@ class Engine:
         return len(self._scheduler.running)
 
     @property
+    def n_drafts(self) -> int:
+        """How many drafts the next decode step should make for each of the running requests."""
+        if not self.config.n_drafts:
+            return 0
+        return shared_count([r.draft_count for r in self._scheduler.running.values() if r.draft_count is not None])
+
+    @property
     def can_launch(self) -> bool:
         """Whether `launch` can be the next step: no request needs a pass of any chunks first."""
         return not self._requests or self._can_launch(self._in_flight)
 
-    def launch(self) -> list[Output]:
-        """Launch a decode step of the running requests, if there are any, and collect the one launched before."""
+    def launch(self, n_drafts: int) -> list[Output]:
+        """Launch a decode step of the running requests, if there are any, and collect the one launched before.
+
+        Args:
+            n_drafts: drafts that the step makes for each request: ranks that exchange rows make as many.
+        """
         before = self._in_flight
-        self._in_flight = self._launch(before) if self._requests else None
+        self._in_flight = self._launch(before, n_drafts) if self._requests else None
         outputs = [] if before is None else self._collect(before)
         if not self._requests:
             self._in_flight = None
@@ -430,36 +453,41 @@ class Engine:
         reached = len(request.tokens) + _beyond(n_drafts) + (1 + n_drafts if is_launched else 0)
         return min(reached, request.max_length - 1)  # the last token is not an input
 
-    def _launch(self, before: _InFlight | None) -> _InFlight | None:
+    def _launch(self, before: _InFlight | None, n_drafts: int) -> _InFlight | None:
         """Launch a decode step of the running requests; those that `before` surely ends are left out.
 
         Args:
             before: the step that is launched and not collected, if there is one.
+            n_drafts: drafts that the step makes for each request.
         """
         sources = {} if before is None else {request.id: i for i, request in enumerate(before.requests)}
         requests: list[Request] = []
+        verified: list[int] = []
         rows: list[DecodeRequest] = []
         for request in self._scheduler.running.values():
             length, sampling = len(request.tokens), request.sampling
             end = request.max_length - 1
             source = sources.get(request.id, -1)
+            most = n_drafts if request.draft_count is None else min(n_drafts, request.draft_count.count)
             if before is None:
-                tokens = [request.tokens[-1], *request.drafts]
+                tokens = [request.tokens[-1], *request.drafts[:most]]
+                most = len(tokens) - 1
             elif source < 0 or length >= end:
                 continue
             else:
-                tokens = []
+                tokens, most = [], min(most, before.n_drafts)
             has_pages = self._scheduler.extend(request, self._reach(request, before is not None))
             assert has_pages  # `_can_launch` has counted them
             requests.append(request)
-            how = request.seed, sampling.top_k, sampling.temperature, sampling.top_p, sampling.min_p
+            verified.append(most)
+            how = request.seed, sampling.top_k, most, sampling.temperature, sampling.top_p, sampling.min_p
             rows.append(DecodeRequest(source, length - 1, end, *how, tokens, request.pages))
         if not rows:
             return None
         self._steps += 1
         self._steps_ahead += before is not None
         log_probs = any(request.sampling.logprobs is not None for request in requests)
-        return _InFlight(requests, self._runner.decode(rows, log_probs))
+        return _InFlight(requests, verified, n_drafts, self._runner.decode(rows, n_drafts, log_probs))
 
     def _decodes_ahead(self, request: Request) -> bool:
         """Whether a request decodes, and a decode step that is launched ahead honors its sampling."""
@@ -470,10 +498,12 @@ class Engine:
     def _collect(self, launched: _InFlight) -> list[Output]:
         """Wait for a decode step, and return what it adds to its requests."""
         outputs: list[Output] = []
-        for request, decoded in zip(launched.requests, launched.tokens.wait(), strict=True):
+        for request, verified, decoded in zip(
+            launched.requests, launched.verified, launched.tokens.wait(), strict=True
+        ):
             if request.finish_reason is not None:
                 continue  # it has ended since the step was launched
-            n_drafts = min(len(request.drafts), request.n_remaining - 1)
+            n_drafts = min(verified, len(request.drafts), request.n_remaining - 1)
             n_accepted = min(decoded.accepted, n_drafts)
             chosen, scored = decoded.chosen[: n_accepted + 1], list[TokenLogprobs]()
             if request.sampling.logprobs is not None:
@@ -563,6 +593,10 @@ class Engine:
                 reason = FinishReason.LENGTH
                 break
         self._generated += len(tokens) - length
+        request.drafted_tokens += n_drafts
+        request.accepted_tokens += min(len(chosen) - 1, len(tokens) - length)
+        if request.draft_count is not None:
+            request.draft_count.record(n_drafts, len(chosen) - 1)
         if len(tokens) > length and (not request.weights_versions or request.weights_versions[-1][1] != version):
             request.weights_versions.append((length, version))
         if error is None:
@@ -574,7 +608,8 @@ class Engine:
         request.prompt_logprobs.clear()
         return Output(
             request.id, tuple(tokens[length:]), text, tuple(logprobs[: len(tokens) - length]), reason, error, version,
-            has_old_latents, prompt_logprobs, request.n_cached, stopped_by, end_logprobs,
+            has_old_latents, prompt_logprobs, request.n_cached, stopped_by, end_logprobs, request.drafted_tokens,
+            request.accepted_tokens,
         )  # fmt: skip
 
     def _remove(self, request: Request, reason: FinishReason) -> None:

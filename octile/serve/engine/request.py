@@ -11,6 +11,7 @@ from functools import cached_property
 from itertools import count
 from typing import NamedTuple, Protocol
 
+from octile.serve.engine.draft_count import DraftCount
 from octile.serve.engine.grammar import Matcher
 from octile.serve.engine.history import History, TokenCounts
 from octile.text import format_count
@@ -208,6 +209,8 @@ class Output(NamedTuple):
         stopped_by: the stop string, or the token of stop_token_ids, that has ended it; None: something else.
         end_logprobs: log-probabilities of the token that has ended it, if they were asked for: an end-of-text token, or
             one of stop_token_ids.
+        drafted_tokens, accepted_tokens: draft tokens that were verified for the request so far, and those of them that
+            were accepted and are among its tokens.
     """
 
     request_id: int
@@ -222,6 +225,8 @@ class Output(NamedTuple):
     cached_tokens: int = 0
     stopped_by: str | int | None = None
     end_logprobs: TokenLogprobs | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class PromptLatents(Protocol):
@@ -256,6 +261,8 @@ class Request:
         pages: array("i") of the pages that the request holds, in the order of positions.
         page_keys: keys of its full pages, as far as they were needed.
         drafts: draft tokens that follow `tokens`, to be verified by the next forward pass.
+        draft_count: how many it has in its next step; None: the engine does not draft.
+        drafted_tokens, accepted_tokens: as in `Output`.
         was_admitted: whether it has run before.
         n_cached: tokens of its prompt whose latents were in the cache when it first ran.
         latents: latents of its prompt, until it is admitted, if another process has prefilled it.
@@ -279,6 +286,9 @@ class Request:
     pages: array[int] = field(init=False, default_factory=lambda: array("i"))
     page_keys: list[bytes] = field(init=False, default_factory=list)
     drafts: list[int] = field(init=False, default_factory=list)
+    draft_count: DraftCount | None = field(init=False, default=None)
+    drafted_tokens: int = field(init=False, default=0)
+    accepted_tokens: int = field(init=False, default=0)
     was_admitted: bool = field(init=False, default=False)
     n_cached: int = field(init=False, default=0)
     latents: PromptLatents | None = field(init=False, default=None)

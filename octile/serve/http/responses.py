@@ -312,6 +312,7 @@ class ChoicesAnswer(Answer):
         self._tokenizer, self._prompts, self._n = tokenizer, prompts, n
         self._shown = shown
         self._cached_tokens = [0] * len(prompts)
+        self._drafted = [(0, 0)] * len(prompts) * n  # of each choice, draft tokens that were verified and accepted
         self._created, self._model = int(time.time()), model
         self._choices = [self.empty(i) for i in range(len(prompts) * n)]
         self._texts: list[list[str]] = [[] for _ in self._choices]  # of the whole response, joined at its end
@@ -369,11 +370,16 @@ class ChoicesAnswer(Answer):
     def usage(self) -> dict[str, Any]:
         """The numbers of tokens so far."""
         total = self.n_prompt_tokens + self.n_new_tokens
+        verified, accepted = map(sum, zip(*self._drafted, strict=True))
         return {
             "prompt_tokens": self.n_prompt_tokens,
             "completion_tokens": self.n_new_tokens,
             "total_tokens": total,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens)},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": verified - accepted,
+            },
         }
 
     def _head(self) -> dict[str, Any]:
@@ -407,6 +413,7 @@ class ChoicesAnswer(Answer):
         self.n_new_tokens += len(output.tokens)
         if index % self._n == 0:  # the other choices of a prompt find what the first one has computed
             self._cached_tokens[index // self._n] = output.cached_tokens
+        self._drafted[index] = output.drafted_tokens, output.accepted_tokens
         self._versions[index].add(output)
 
     def _token_text(self, token: int) -> str:

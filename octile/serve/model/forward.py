@@ -43,7 +43,7 @@ from octile.serve.ranks.experts import ExpertParallelWeights
 from octile.serve.ranks.tensor_parallel import ALONE, TensorParallel
 from octile.serve.runner.kv_cache import IndexCache, KVCache
 from octile.serve.runner.step import Step
-from octile.serve.weights.block_weights import BlockWeights
+from octile.serve.weights.block_weights import BlockWeights, MTPWeights
 from octile.serve.weights.weights import ServedWeights
 
 BlockObserver = Callable[[int, Tensor], None]
@@ -146,9 +146,27 @@ class Forward:
 
     def draft(self, step: Step, hidden_TD: Tensor) -> Tensor:
         """Compute what the head reads for the token after next, [T, D]; see `Runner.draft`."""
-        mtp = self.weights.mtp
-        assert mtp is not None  # `ModelRunner.draft` has checked it
+        mtp = self._mtp
         n_rows, step = len(step.tokens), self._padded(self.attention.with_schedule(step))
+        x_TD = self._draft_input(mtp, step, hidden_TD)
+        cos_sin = self.cos[step.positions], self.sin[step.positions]
+        x_TD = self._block(x_TD, len(self.weights.blocks), mtp.block, step, cos_sin)
+        return self.tp.gather(rms_norm(x_TD, mtp.norm, self._eps)[0])[:n_rows]
+
+    def write_draft_latents(self, step: Step, hidden_TD: Tensor) -> None:
+        """Write the latents that `draft` writes, which depend on its input alone, and compute nothing else of it."""
+        mtp, step = self._mtp, self._padded(step)
+        x_TD = self._draft_input(mtp, step, hidden_TD)
+        cos_sin = self.cos[step.positions], self.sin[step.positions]
+        self.attention.queries(x_TD, len(self.weights.blocks), mtp.block, step.slots, cos_sin)
+
+    @property
+    def _mtp(self) -> MTPWeights:
+        assert self.weights.mtp is not None  # `ModelRunner` has checked it
+        return self.weights.mtp
+
+    def _draft_input(self, mtp: MTPWeights, step: Step, hidden_TD: Tensor) -> Tensor:
+        """Compute the input of the multi-token prediction layer's block, a rank's own rows: [T, D]."""
         normed = (
             rms_norm(x_TD, weight, self._eps)[0]
             for x_TD, weight in (
@@ -157,10 +175,7 @@ class Forward:
             )
         )
         both_TD = torch.cat((*normed,), dim=-1)
-        x_TD = self.gemms.nt(self.gemms.rows_for(both_TD, mtp.projection), mtp.projection)
-        cos_sin = self.cos[step.positions], self.sin[step.positions]
-        x_TD = self._block(x_TD, len(self.weights.blocks), mtp.block, step, cos_sin)
-        return self.tp.gather(rms_norm(x_TD, mtp.norm, self._eps)[0])[:n_rows]
+        return self.gemms.nt(self.gemms.rows_for(both_TD, mtp.projection), mtp.projection)
 
     def _padded(self, step: Step) -> Step:
         """Return a step with as many rows for each rank of a group; what fills them is written nowhere."""

@@ -5,7 +5,7 @@
     follow                 on the other ranks, until rank 0 closes its engine
 
 The ranks agree on each step: whether any has work, whether all can launch a decode step ahead, how many requests or
-rows a rank has at most, and whether the experts are placed anew.
+rows and how many drafts of each a rank has at most, and whether the experts are placed anew.
 
 Ranks of a group that share their requests (`octile.serve.ranks.tensor_parallel`) have engines with the same requests.
 They receive the same bits of logits, so that each schedules and chooses what the others do, without a message. That
@@ -116,15 +116,16 @@ class ExpertParallelEngine:
         can_place = self._runner.expert_tokens is not None and not self._moves
         wants_place = can_place and time.monotonic() >= self._placed + self._seconds
         lacks_draft = self.group_size > 1 and self.engine.lacks_draft
-        own = self.engine.has_work, wants_place, not self.engine.can_launch, lacks_draft, self.engine.n_running
-        has_work, is_due, needs_run, drops_drafts, self._runner.min_decode = self._maxima(*own)
+        engine = self.engine
+        own = engine.has_work, wants_place, not engine.can_launch, lacks_draft, engine.n_running, engine.n_drafts
+        has_work, is_due, needs_run, drops_drafts, self._runner.min_decode, n_drafts = self._maxima(*own)
         if drops_drafts:
             self.engine.drop_drafts()
         if is_due:
             self._place()
         outputs: list[Output] | None = None
         if has_work:
-            outputs = self._run() if needs_run else self._launch()
+            outputs = self._run() if needs_run else self._launch(n_drafts)
         self._moves = self._weights.move_layer()
         return outputs
 
@@ -175,11 +176,11 @@ class ExpertParallelEngine:
                 ranks = f"ranks {first} to {first + self.group_size - 1}"
                 raise RuntimeError(f"{ranks}, which share their requests, have chosen different tokens")
 
-    def _launch(self) -> list[Output]:
+    def _launch(self, n_drafts: int) -> list[Output]:
         n_steps = self._runner.n_steps
-        outputs = self.engine.launch()
+        outputs = self.engine.launch(n_drafts)
         if self._runner.n_steps == n_steps:
-            self._runner.take_part(decodes=True)
+            self._runner.take_part(n_drafts)
         self._count(outputs)
         return outputs
 

@@ -63,8 +63,11 @@ class DecodeRequest(NamedTuple):
         source: its number in the step before, whose tokens it continues; -1: its tokens are given.
         position: position of its last token; of a request with a source that of its first row in the step before.
         end: positions of its text that are computed: nothing is written from here on.
-        seed, top_k, temperature, top_p, min_p: fields of its sampling, which `Sampling.can_run_ahead`.
-        tokens: its last token, and the drafts after it, at most n_drafts; empty if it has a source.
+        seed, top_k: fields of its sampling, which `Sampling.can_run_ahead`.
+        n_drafts: the drafts after its last token that are verified, no more than there are and than the step has rows
+            for. There are those in `tokens`, or those that the step of its source has made.
+        temperature, top_p, min_p: further fields of its sampling.
+        tokens: its last token, and the drafts after it; empty if it has a source.
         pages: pages, as in `Chunk`, of all positions before end that the step can reach: with n drafts the n, or if
             more the 2·n - 1, after `position`; with a source 1 + n more.
     """
@@ -74,6 +77,7 @@ class DecodeRequest(NamedTuple):
     end: int
     seed: int
     top_k: int
+    n_drafts: int
     temperature: float
     top_p: float
     min_p: float
@@ -85,9 +89,9 @@ class Decoded(NamedTuple):
     """What a decode step yields for a request.
 
     Attributes:
-        chosen: the token after each of the 1 + n rows; those after the first `accepted` + 1 do not count.
+        chosen: the token after each of the step's 1 + n rows; those after the first `accepted` + 1 do not count.
         accepted: drafts before the first that is not the chosen token of its position.
-        drafts: for the next step.
+        drafts: n for the next step.
         log_prob: log-probability of the chosen token of a request without drafts, before temperature; None: the step
             was not to compute it.
     """
@@ -104,7 +108,7 @@ class DecodedTokens:
     Args:
         results: int64 [B, 2 + 2·n] in the host's memory: the numbers of `Decoded`.
         ready: recorded after the copy to `results`; None: they are there.
-        n_drafts: n.
+        n_drafts: n of the step.
         timeout: seconds after which `wait` waits no longer.
         log_probs: float32 [B] in the host's memory: those of the chosen tokens, without drafts. None: there are none.
     """
@@ -147,7 +151,7 @@ class Runner(Protocol):
         end_tokens: that end a text by the model's configuration, besides the tokenizer's.
         can_draft: whether the model has a multi-token prediction layer.
         device: where the logits are.
-        n_drafts: drafts of each request of a decode step.
+        n_drafts: drafts of each request of a decode step, at most.
         max_ahead: requests of the largest decode step that can be launched before the one before has been computed;
             0: none can.
         expert_tokens: how many tokens each expert of a layer has had in the last steps, by the layer's number; None if
@@ -193,7 +197,7 @@ class Runner(Protocol):
         """
         ...
 
-    def decode(self, requests: Sequence[DecodeRequest], log_probs: bool = False) -> DecodedTokens:
+    def decode(self, requests: Sequence[DecodeRequest], n_drafts: int, log_probs: bool = False) -> DecodedTokens:
         """Launch a decode step: each request reads its last token and its drafts, and chooses the tokens after them.
 
         The results are those of `run`, of the sampler, of `count_accepted` and of the drafter. The call may
@@ -202,7 +206,9 @@ class Runner(Protocol):
 
         Args:
             requests: at least one.
-            log_probs: whether the log-probabilities of the chosen tokens are computed, too; only without drafts.
+            n_drafts: drafts that the step makes for each request, and of which it verifies as many at most.
+            log_probs: whether the log-probabilities of the chosen tokens are computed, too; only if the runner's
+                n_drafts is 0.
         """
         ...
 

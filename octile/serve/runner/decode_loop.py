@@ -3,16 +3,18 @@
 A step reads each request's last token and its drafts, chooses the tokens after them, counts the accepted drafts, and
 drafts anew. Tokens, positions and drafts stay on the device, so the next step can be launched before the host knows
 what this one has chosen (asynchronous scheduling): the GPU does not wait for the host. On a GPU a step is one CUDA
-graph, of 1, 2, 4, 8, … requests, padded. Without drafts there is a second one of each size, which computes the
+graph, of 1, 2, 4, 8, … requests, padded. There is one of each size for each number of drafts up to the most, which all
+requests of a step have rows for and get anew. Without drafts there is a second one of each size, which computes the
 log-probabilities of the chosen tokens, too.
 
     tokens of the step before → forward pass → sampling → accepted drafts → multi-token prediction → drafts
 
 Rows of drafts that are not accepted write latents at positions that later steps write again, and no row attends to
-positions after its own.
+positions after its own. Rows beyond the drafts of a request are padding. A step that makes no drafts, where others do,
+writes the latents of multi-token prediction, to which later drafts attend.
 
 Source: asynchronous scheduling: NanoFlow (arXiv 2408.12757) §4.2.2; drafts: `octile.serve.engine.drafts`.
-Shapes: B requests, n drafts, T = B · (1 + n) rows, M pages of a text at most, V vocabulary.
+Shapes: B requests, n drafts of a step, T = B · (1 + n) rows, M pages of a text at most, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,14 +29,11 @@ import torch
 from torch import Tensor
 
 from octile.ops.decode_step import FIELDS, TEMPERATURE, accepted_rows, continued_tokens, record_choices, text_rows
-from octile.ops.sample_tokens import NO_TOKEN
 from octile.parallel.gpu_events import wait_for
 from octile.serve.model.forward import Forward
 from octile.serve.runner.batch import DecodedTokens, DecodeRequest
 from octile.serve.runner.graphs import GraphMemory, graph_sizes
 from octile.serve.runner.step import BLOCK_ROWS, PageTable, Step
-
-NO_DRAFT = min(NO_TOKEN) - 1  # nothing that a row chooses equals it
 
 
 class DecodeLoop:
@@ -47,7 +46,7 @@ class DecodeLoop:
         forward: the model's forward pass.
         max_requests: requests of a step at most.
         max_pages: M.
-        n_drafts: n.
+        n_drafts: the largest n.
         memory: memory of the graphs; None on a CPU.
     """
 
@@ -71,21 +70,23 @@ class DecodeLoop:
         # what a step leaves to the next one: the last token and its drafts, and how many positions it has advanced
         self._tokens = torch.zeros(max_requests, 1 + n_drafts, dtype=torch.int64, device=device)
         self._advance = torch.zeros(max_requests, dtype=torch.int64, device=device)
-        self._results = torch.zeros(max_requests, 2 + 2 * n_drafts, dtype=torch.int64, device=device)
+        self._results = torch.zeros(max_requests * (2 + 2 * n_drafts), dtype=torch.int64, device=device)
         self._log_probs = torch.zeros(max_requests, dtype=torch.float32, device=device)
         if memory is not None:
             self._copied = torch.cuda.Event()
             is_sparse = (False, True) if forward.attention.index is not None else (False,)
             has_log_probs = (False,) if n_drafts else (False, True)
+            counts = range(n_drafts, -1, -1)  # the largest first: others use its memory again
             # the texts have no positions
             self._graphs = {
                 way: memory.capture_sizes(self.sizes, partial(self._step, *way))
-                for way in product(is_sparse, has_log_probs)
+                for way in product(counts, is_sparse, has_log_probs)
             }
 
     def run(
         self,
         requests: Sequence[DecodeRequest],
+        n_drafts: int,
         at_least: int = 0,
         timeout: float = math.inf,
         log_probs: bool = False,
@@ -94,16 +95,19 @@ class DecodeLoop:
 
         Args:
             requests: requests of the step.
+            n_drafts: n.
             at_least: requests, for which it has room: ranks that exchange rows have steps of one size.
             timeout: seconds for which the host waits for the GPU, which may wait for that of another rank.
             log_probs: whether the log-probabilities of the chosen tokens are computed, too.
 
         Raises:
-            ValueError: log_probs are asked for, and requests have drafts.
+            ValueError: log_probs are asked for, and requests may have drafts, or n_drafts is above the largest n.
             TimeoutError: the GPU has not begun the step before in time.
         """
         if log_probs and self.n_drafts:
             raise ValueError(f"log_probs must be False in decode steps with drafts, and n_drafts is {self.n_drafts}")
+        if not 0 <= n_drafts <= self.n_drafts:
+            raise ValueError(f"n_drafts must be from 0 to {self.n_drafts}, the runner's, not {n_drafts}")
         size = next(size for size in self.sizes if size >= max(len(requests), at_least))
         if self._on_gpu:
             wait_for(self._copied, timeout)  # the copies of the step before have read the host's buffers
@@ -111,21 +115,22 @@ class DecodeLoop:
         self._numbers.copy_(self._host, non_blocking=True)
         if first < end:
             self._pages[first:end].copy_(self._table.host[first:end], non_blocking=True)
-        is_sparse = self.forward.attention.is_sparse(max(map(self._reach, requests), default=0))
+        longest = max((self._reach(request, n_drafts) for request in requests), default=0)
+        is_sparse = self.forward.attention.is_sparse(longest)
         if self._on_gpu:
             stream = torch.cuda.current_stream(self._numbers.device)  # of the model's GPU
             self._copied.record(stream)
-            replay, _ = self._graphs[is_sparse, log_probs][size]
+            replay, _ = self._graphs[n_drafts, is_sparse, log_probs][size]
             replay()
         else:
-            self._step(is_sparse, log_probs, size)
-        results = _copy_to_host(self._results[: len(requests)])
+            self._step(n_drafts, is_sparse, log_probs, size)
+        results = _copy_to_host(self._results_of(len(requests), n_drafts))
         chosen_log_probs = _copy_to_host(self._log_probs[: len(requests)]) if log_probs else None
         ready = None
         if self._on_gpu:
             ready = torch.cuda.Event()
             ready.record(stream)
-        return DecodedTokens(results, ready, self.n_drafts, timeout, chosen_log_probs)
+        return DecodedTokens(results, ready, n_drafts, timeout, chosen_log_probs)
 
     def _fill(self, requests: Sequence[DecodeRequest], size: int) -> tuple[int, int]:
         """Write the host's buffers, and return the first and the end of the requests whose pages have changed."""
@@ -134,7 +139,6 @@ class DecodeLoop:
         for row, column in enumerate(numbers[:TEMPERATURE]):
             fields[row, :n] = column
         fields[TEMPERATURE:FIELDS, :n] = np.array(numbers[TEMPERATURE:], dtype=np.float64).view(np.int64)
-        fields[FIELDS:, :n] = NO_DRAFT
         for i, tokens in enumerate(texts):
             if tokens:
                 fields[FIELDS : FIELDS + len(tokens), i] = tokens
@@ -145,19 +149,23 @@ class DecodeLoop:
                 first, end = min(first, i), i + 1
         return first, end
 
-    def _reach(self, request: DecodeRequest) -> int:
+    def _reach(self, request: DecodeRequest, n_drafts: int) -> int:
         """Return the positions that a row of a request attends to at most, with its drafts and theirs."""
-        rows = 1 + self.n_drafts
-        first = request.position + (rows if request.source >= 0 else 0)
-        return min(request.end, first + rows + max(self.n_drafts - 1, 0))
+        first = request.position + (1 + self.n_drafts if request.source >= 0 else 0)
+        return min(request.end, first + 1 + max(n_drafts, 2 * n_drafts - 1))
 
-    def _step(self, is_sparse: bool, log_probs: bool, size: int) -> None:
+    def _results_of(self, n_requests: int, n_drafts: int) -> Tensor:
+        """The results of so many requests of a step, [B, 2 + 2·n]."""
+        width = 2 + 2 * n_drafts
+        return self._results[: n_requests * width].view(n_requests, width)
+
+    def _step(self, n: int, is_sparse: bool, log_probs: bool, size: int) -> None:
         """Compute a step of the requests that the buffers describe; is_sparse as in `Step`, log_probs as in `run`."""
-        n, forward = self.n_drafts, self.forward.for_rows(size * (1 + self.n_drafts))
-        numbers = self._numbers[:, :size]
+        forward = self.forward.for_rows(size * (1 + n))
+        numbers = self._numbers[: FIELDS + 1 + n, :size]
         end_B = numbers[2]
-        tokens_Bn, first_B, temperature_B = continued_tokens(numbers, self._tokens, self._advance)
-        step = self._rows(tokens_Bn, first_B, end_B, is_sparse)
+        tokens_Bn, first_B, drafts_end_B, temperature_B = continued_tokens(numbers, self._tokens, self._advance)
+        step = self._rows(tokens_Bn, first_B, drafts_end_B, is_sparse)
         h_TD = forward.hidden(step)
         numbers_T, temperature_T = (
             t[..., None].expand(*t.shape, 1 + n).flatten(-2) for t in (numbers[:FIELDS], temperature_B)
@@ -165,6 +173,8 @@ class DecodeLoop:
         how = _how_to_sample(numbers_T, step.positions + 1, temperature_T)
         chosen_Bn = forward.sample(h_TD, how, self._log_probs[:size] if log_probs else None).view(size, 1 + n)
         drafts: list[Tensor] = []
+        if not n and self.n_drafts:
+            forward.write_draft_latents(step._replace(tokens=chosen_Bn[:, 0].clamp(min=0)), h_TD)
         if n:
             chosen_T, last_B, rows_B = accepted_rows(chosen_Bn, tokens_Bn, first_B)
             h_TD = forward.draft(step._replace(tokens=chosen_T), h_TD).index_select(0, rows_B)
@@ -173,7 +183,7 @@ class DecodeLoop:
                 h_TD = forward.draft(self._rows(drafts[-1][:, None], last_B + i, end_B, is_sparse), h_TD)
                 drafts.append(forward.sample(h_TD, _how_to_sample(numbers, last_B + i + 2, temperature_B)))
         new_Bn = torch.stack(drafts, dim=1) if n else tokens_Bn[:, :0]
-        left = self._tokens[:size], self._advance[:size], self._results[:size]
+        left = self._tokens[:size, : 1 + n], self._advance[:size], self._results_of(size, n)
         record_choices(chosen_Bn, tokens_Bn, new_Bn, *left)
 
     def _rows(self, tokens_Bk: Tensor, first_B: Tensor, end_B: Tensor, is_sparse: bool) -> Step:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -72,7 +73,7 @@ class ModelRunner:
             captured, and steps that only decode replay the graphs of steps with prompts, if there are any.
         batch_invariant: whether a request's logits have the same bits whatever else is in the batch and however its
             prompt is divided into chunks. Slower: every row attends in the absorbed form.
-        n_drafts: drafts of each request that decodes.
+        n_drafts: drafts of each request that decodes, at most.
         max_step_tokens: tokens of the largest CUDA graphs of steps with prompts, on a GPU, at most 8192; larger steps
             run without one. 0: none is captured.
         micro_batches: 1 or 2, into which CUDA graphs of steps with prompts divide the rows that other ranks compute, of
@@ -225,8 +226,8 @@ class ModelRunner:
                 self._compute_unwritten(layout)
         if self.expert_parallel is not None and self.max_ahead:
             self.loop = self.loop or self._new_loop()
-            for size in self.loop.sizes:
-                self.loop.run((), size, self.timeout).wait()
+            for size, n_drafts in product(self.loop.sizes, range(self.n_drafts + 1)):
+                self.loop.run((), n_drafts, size, self.timeout).wait()
 
     def _compute_unwritten(self, layout: Layout) -> None:
         """Compute a step and the drafts after it, as of a request that samples, and write nothing to the cache."""
@@ -405,27 +406,27 @@ class ModelRunner:
         return results
 
     @torch.no_grad()
-    def decode(self, requests: Sequence[DecodeRequest], log_probs: bool = False) -> DecodedTokens:
+    def decode(self, requests: Sequence[DecodeRequest], n_drafts: int, log_probs: bool = False) -> DecodedTokens:
         """Launch a decode step; see `octile.serve.runner.batch.Runner`.
 
         Raises:
-            ValueError: log_probs are asked for, and requests have drafts.
+            ValueError: log_probs are asked for, and requests may have drafts, or n_drafts is above the runner's.
         """
         if self.loop is None:  # on a CPU
             self.loop = self._new_loop()
-        decoded = self.loop.run(requests, self.min_decode, self.timeout, log_probs)
+        decoded = self.loop.run(requests, n_drafts, self.min_decode, self.timeout, log_probs)
         self._end_step()
         return decoded
 
     @torch.no_grad()
-    def take_part(self, decodes: bool = False) -> None:
+    def take_part(self, n_drafts: int | None = None) -> None:
         """Run a step of padding alone, in which the experts of this rank compute the rows of others.
 
         Args:
-            decodes: whether the others launch a decode step.
+            n_drafts: argument of `decode`, if the others launch a decode step; None: they launch another one.
         """
-        if decodes:
-            self.decode(())
+        if n_drafts is not None:
+            self.decode((), n_drafts)
             return
         self._hidden(self._padding())
         self._end_step()

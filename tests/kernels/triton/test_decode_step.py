@@ -5,7 +5,16 @@ import torch
 from torch import Tensor
 
 from octile.kernels.triton import decode_step as kernel
-from octile.ops.decode_step import FIELDS, TEMPERATURE, accepted_rows, continued_tokens, record_choices, text_rows
+from octile.ops.decode_step import (
+    DRAFTS,
+    FIELDS,
+    NO_DRAFT,
+    TEMPERATURE,
+    accepted_rows,
+    continued_tokens,
+    record_choices,
+    text_rows,
+)
 from tests.kernels.triton.gpus import any_gpu
 
 pytestmark = [pytest.mark.usefixtures("gpu"), any_gpu]
@@ -21,8 +30,9 @@ def test_tokens_of_the_step_before_or_as_given(b: int, k: int):
     numbers = integers(1000, FIELDS + k, b + 3)[:, :b]
     numbers[0] = integers(b + 2, b) - 2
     numbers[TEMPERATURE] = torch.linspace(0, 2, b, dtype=torch.float64).view(torch.int64)
-    given = numbers, integers(100, b, k) - 2, integers(k, b) + 1
-    found = kernel.launch_continued(*given, FIELDS, TEMPERATURE)
+    numbers[DRAFTS] = integers(k, b)
+    given = numbers, integers(100, b, k + 2)[:, : k + 1] - 2, integers(k, b) + 1
+    found = kernel.launch_continued(*given, FIELDS, DRAFTS, TEMPERATURE, NO_DRAFT)
     assert all(map(torch.equal, found, continued_tokens(*given)))
 
 
@@ -47,7 +57,7 @@ def test_rows_after_accepted_drafts(b: int, k: int):
 @SIZES
 def test_choices(b: int, k: int):
     given = integers(2, b, k), integers(2, b, k + 1)[:, 1:].contiguous(), integers(2, b, k - 1)
-    found, expected = ([torch.full(shape, -7) for shape in ((b, k), (b,), (b, 2 * k))] for _ in range(2))
-    kernel.launch_choices(*given, *found)
-    record_choices(*given, *expected)
+    found, expected = ([torch.full(shape, -7) for shape in ((b, k + 2), (b,), (b, 2 * k))] for _ in range(2))
+    kernel.launch_choices(*given, found[0][:, :k], *found[1:])
+    record_choices(*given, expected[0][:, :k], *expected[1:])
     assert all(map(torch.equal, found, expected))

@@ -103,6 +103,36 @@ def test_the_acceptance_rate_counts_verified_drafts(engine_of):
     assert stats.acceptance_rate == stats.accepted_tokens / stats.drafted_tokens
 
 
+@pytest.mark.parametrize("max_ahead", [0, 4])
+def test_each_request_has_the_drafts_that_its_own_acceptance_pays_for(engine_of, max_ahead):
+    runner = FakeRunner(n_pages=400, max_ahead=max_ahead, n_drafts=2)
+    runner.drafts_well = lambda tokens: tokens[0] == 1 or (tokens[0] == 3 and len(tokens) > 60)
+    engine = engine_of(runner, n_drafts=2, max_step_tokens=64)
+    sampling = Sampling(250, seed=3, ignore_eos=True)
+    always, never, later = requests = [engine.add([first, 5, 6], sampling) for first in (1, 2, 3)]
+    run(engine)
+    for request in requests:
+        assert request.tokens[3:] == runner.text_of(request.prompt, sampling)
+    # steps that are launched ahead have as many rows for each request: drafts of one have to pay for all
+    assert always.accepted_tokens == always.drafted_tokens > (100 if max_ahead else 160)
+    assert never.accepted_tokens == 0 < never.drafted_tokens < 20
+    assert later.accepted_tokens > 80
+    assert later.drafted_tokens - later.accepted_tokens < 20
+    stats = engine.stats()
+    assert stats.drafted_tokens == sum(request.drafted_tokens for request in requests)
+    assert (stats.steps_ahead > 0) == (max_ahead > 0)
+
+
+def test_a_preempted_request_keeps_its_draft_count(engine_of):
+    runner = FakeRunner(n_pages=20, n_drafts=2)
+    runner.drafts_well = lambda tokens: False
+    engine = engine_of(runner, n_drafts=2)
+    requests = [engine.add([i, 5, 6], Sampling(50, seed=i, ignore_eos=True)) for i in range(4)]
+    run(engine)
+    assert engine.stats().preemptions > 0
+    assert all(request.drafted_tokens == 4 for request in requests)
+
+
 def test_sampled_tokens_have_the_distribution_of_the_model_with_drafts(engine_of):
     runner = FakeRunner(n_pages=4096, vocab_size=3)
     runner.logits_after = lambda tokens: torch.tensor([0.0, 1.0, -1.0] if sum(tokens) % 2 else [1.0, 0.5, 0.0])
@@ -177,7 +207,7 @@ def results_of(engine, draw):
     for i in range(20):
         prompt = [7] * draw.randint(0, 9) + [draw.randint(0, 3) for _ in range(draw.randint(1, 20))]
         sampling = Sampling(
-            draw.randint(1, 30), draw.choice([0.0, 1.0]), seed=i, stop=("e",) * (i % 2), logprobs=(0, None, 0)[i % 3]
+            draw.randint(1, 40), draw.choice([0.0, 1.0]), seed=i, stop=("e",) * (i % 2), logprobs=(0, None, 0)[i % 3]
         )
         found[engine.add(prompt, sampling).id] = ((), (), "", None)
         for _ in range(draw.randint(0, 5)):
@@ -199,7 +229,7 @@ def extend(found, outputs):
 
 
 @pytest.mark.parametrize("n_drafts", [0, 2])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(1, 3))
 def test_log_probabilities_of_steps_launched_ahead_are_those_that_the_host_asks_for(engine_of, seed, n_drafts):
     runners = [FakeRunner(n_pages=20, max_ahead=max_ahead, n_drafts=n_drafts) for max_ahead in (0, 4)]
     engines = [engine_of(runner, n_drafts=n_drafts) for runner in runners]

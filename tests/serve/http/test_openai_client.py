@@ -34,6 +34,7 @@ def test_a_completion(client, tokenizer):
         "completion_tokens": 7,
         "total_tokens": n_prompt + 7,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
     }
 
 

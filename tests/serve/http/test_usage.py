@@ -44,6 +44,15 @@ def test_cached_tokens_are_those_of_the_first_choice_of_each_prompt(tokenizer, k
     assert answer.whole()["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
 
 
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_usage_has_the_drafts_of_all_choices(tokenizer, kind):
+    answer = kind("m", tokenizer, [[1] * 9], 2)
+    for index, drafted, accepted in ((0, 2, 1), (1, 3, 0), (0, 6, 5)):
+        answer.add(index, Output(index, (5,), "a", drafted_tokens=drafted, accepted_tokens=accepted))
+    details = {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 4}
+    assert answer.whole()["usage"]["completion_tokens_details"] == details
+
+
 @pytest.mark.parametrize("stopped_by", ["END", 7, None])
 @pytest.mark.parametrize("kind", ANSWERS)
 def test_choices_name_what_has_stopped_them(tokenizer, kind, stopped_by):

@@ -35,9 +35,10 @@ def new_runner(n_drafts=0):
     return runner, prompts
 
 
-def request(i, tokens, source=-1, end=END, position=None, samplings=SAMPLINGS):
+def request(i, tokens, source=-1, end=END, position=None, samplings=SAMPLINGS, n_drafts=None):
     position, s = LENGTHS[i] - 1 if position is None else position, samplings[i]
-    return DecodeRequest(source, position, end, i, s.top_k, s.temperature, s.top_p, s.min_p, tokens, PAGES[i])
+    n_drafts = max(0, len(tokens) - 1) if n_drafts is None else n_drafts
+    return DecodeRequest(source, position, end, i, s.top_k, n_drafts, s.temperature, s.top_p, s.min_p, tokens, PAGES[i])
 
 
 def chosen_by_host(runner, prompts, steps, samplings=SAMPLINGS):
@@ -52,20 +53,20 @@ def chosen_by_host(runner, prompts, steps, samplings=SAMPLINGS):
 
 def test_steps_choose_what_the_host_chooses():
     runner, prompts = new_runner()
-    steps = [runner.decode([request(i, tokens[-1:]) for i, tokens in enumerate(prompts)])]
+    steps = [runner.decode([request(i, tokens[-1:]) for i, tokens in enumerate(prompts)], 0)]
     for n in range(3):
         continued = [request(i, [], source=i, position=LENGTHS[i] - 1 + n) for i in range(3)]
-        steps.append(runner.decode(continued))
+        steps.append(runner.decode(continued, 0))
     found = [[step.wait()[i].chosen[0] for step in steps] for i in range(3)]
     assert found == chosen_by_host(*new_runner(), 4)
 
 
 def test_steps_leave_out_the_tokens_that_the_host_leaves_out():
     runner, prompts = new_runner()
-    steps = [runner.decode([request(i, tokens[-1:], samplings=TRUNCATED) for i, tokens in enumerate(prompts)])]
+    steps = [runner.decode([request(i, tokens[-1:], samplings=TRUNCATED) for i, tokens in enumerate(prompts)], 0)]
     for n in range(5):
         continued = [request(i, [], source=i, position=LENGTHS[i] - 1 + n, samplings=TRUNCATED) for i in range(3)]
-        steps.append(runner.decode(continued))
+        steps.append(runner.decode(continued, 0))
     found = [[step.wait()[i].chosen[0] for step in steps] for i in range(3)]
     assert found == chosen_by_host(*new_runner(), 6, TRUNCATED)
     not_truncated = [Sampling(temperature=sampling.temperature) for sampling in TRUNCATED]
@@ -75,7 +76,7 @@ def test_steps_leave_out_the_tokens_that_the_host_leaves_out():
 @pytest.mark.parametrize("i", range(3))
 def test_drafts_leave_out_the_tokens_that_the_host_leaves_out(i):
     runner, prompts = new_runner(n_drafts=2)
-    decoded = runner.decode([request(i, prompts[i][-1:], samplings=TRUNCATED)]).wait()[0]
+    decoded = runner.decode([request(i, prompts[i][-1:], samplings=TRUNCATED)], 2).wait()[0]
     runner, prompts = new_runner(n_drafts=2)
     results = runner.run(Batch([Chunk(prompts[i][-1:], LENGTHS[i] - 1, PAGES[i], 1)]))
     tokens = choose(results.logits, [Row(TRUNCATED[i], i, LENGTHS[i])]).tolist()
@@ -105,10 +106,10 @@ def test_log_probabilities_have_the_bits_of_those_that_the_host_asks_for(monkeyp
         for i, tokens in enumerate(texts):
             runner.run(reads(i, tokens[:-1]))
     found, expected = [], []
-    steps = [runners[0].decode([request(i, tokens[-1:]) for i, tokens in enumerate(texts)], log_probs=True)]
+    steps = [runners[0].decode([request(i, tokens[-1:]) for i, tokens in enumerate(texts)], 0, log_probs=True)]
     for n in range(3):
         continued = [request(i, [], source=i, position=LENGTHS[i] - 1 + n) for i in range(3)]
-        steps.append(runners[0].decode(continued, log_probs=n != 1))
+        steps.append(runners[0].decode(continued, 0, log_probs=n != 1))
     for n, step in enumerate(steps):
         logits = runners[1].run(Batch([Chunk(t[-1:], len(t) - 1, PAGES[i], 1) for i, t in enumerate(texts)])).logits
         results = step.wait()
@@ -130,7 +131,7 @@ def test_a_certain_token_has_the_log_probability_0_and_not_minus_0():
     hidden_TD = runner.run(Batch([Chunk(prompts[0][-1:], LENGTHS[0] - 1, PAGES[0], 1)])).hidden
     runner.forward.weights.head.zero_()
     runner.forward.weights.head[7] = 1e6 * hidden_TD[0]
-    (decoded,) = runner.decode([request(0, prompts[0][-1:])], log_probs=True).wait()
+    (decoded,) = runner.decode([request(0, prompts[0][-1:])], 0, log_probs=True).wait()
     assert decoded.chosen == [7]
     assert_equal_bits([decoded.log_prob], [0.0])
 
@@ -138,13 +139,13 @@ def test_a_certain_token_has_the_log_probability_0_and_not_minus_0():
 def test_log_probabilities_of_drafts_are_refused():
     runner, prompts = new_runner(n_drafts=2)
     with pytest.raises(ValueError, match="log_probs must be False in decode steps with drafts, and n_drafts is 2"):
-        runner.decode([request(1, prompts[1][-1:])], log_probs=True)
+        runner.decode([request(1, prompts[1][-1:])], 2, log_probs=True)
 
 
 def test_a_request_continues_its_own_tokens_at_another_place():
     runner, prompts = new_runner()
-    runner.decode([request(i, tokens[-1:]) for i, tokens in enumerate(prompts)])
-    moved = runner.decode([request(2, [], source=2), request(0, [], source=0)]).wait()
+    runner.decode([request(i, tokens[-1:]) for i, tokens in enumerate(prompts)], 0)
+    moved = runner.decode([request(2, [], source=2), request(0, [], source=0)], 0).wait()
     expected = chosen_by_host(*new_runner(), 2)
     assert [row.chosen[0] for row in moved] == [expected[2][1], expected[0][1]]
 
@@ -154,16 +155,57 @@ def test_drafts_are_accepted_up_to_the_first_that_is_not_chosen(n_accepted):
     expected = chosen_by_host(*new_runner(), 5)[1]
     runner, prompts = new_runner(n_drafts=2)
     drafts = [*expected[:n_accepted], *[(expected[i] + 1) % CONFIG.vocab_size for i in range(n_accepted, 2)]]
-    first = runner.decode([request(1, [prompts[1][-1], *drafts])]).wait()[0]
+    first = runner.decode([request(1, [prompts[1][-1], *drafts])], 2).wait()[0]
     assert (first.accepted, first.chosen[: n_accepted + 1]) == (n_accepted, expected[: n_accepted + 1])
-    second = runner.decode([request(1, [], source=0)]).wait()[0]
+    second = runner.decode([request(1, [], source=0, n_drafts=2)], 2).wait()[0]
     assert second.chosen[0] == expected[n_accepted + 1]
     assert second.accepted == count_accepted(first.drafts, expected[n_accepted + 1 :])
 
 
+@pytest.mark.parametrize("counts", [(2, 1, 0, 2, 2), (0, 2, 1, 1, 2), (1, 0, 0, 0, 1)])
+def test_steps_of_other_numbers_of_drafts_choose_the_same_tokens(counts):
+    expected = chosen_by_host(*new_runner(), 15)[1]
+    runner, prompts = new_runner(n_drafts=2)
+    found, n_verified, before = [], [], None
+    for n in counts:
+        tokens, made = (prompts[1][-1:], 0) if before is None else ([], before)
+        position = LENGTHS[1] - 1 + max(len(found) - n_verified[-1] - 1, 0) if found else None
+        own = min(n, made)
+        given = request(1, tokens, source=-1 if before is None else 0, position=position, n_drafts=own)
+        (decoded,) = runner.decode([given], n).wait()
+        assert (len(decoded.chosen), len(decoded.drafts)) == (1 + n, n)
+        assert decoded.accepted <= own
+        found += decoded.chosen[: decoded.accepted + 1]
+        n_verified.append(decoded.accepted)
+        before = n
+    assert found == expected[: len(found)]
+
+
+@pytest.mark.parametrize("n_drafts", [0, 1])
+def test_a_step_writes_the_latents_of_multi_token_prediction_with_drafts_and_without(n_drafts):
+    runner, prompts = new_runner(n_drafts=2)
+    for source in (-1, 0):
+        runner.decode([request(1, prompts[1][-1:] if source < 0 else [], source)], n_drafts)
+    host, prompts = new_runner(n_drafts=2)
+    tokens, start = list(prompts[1]), LENGTHS[1] - 1
+    for position in (start, start + 1):
+        results = host.run(Batch([Chunk(tokens[-1:], position, PAGES[1], 1)]))
+        tokens += choose(results.logits, [Row(SAMPLINGS[1], 1, len(tokens))]).tolist()
+        host.draft(Batch([Chunk(tokens[-1:], position, PAGES[1], 0)]), results.hidden)
+    found, expected = (r.cache.layers[-1][PAGES[1][0], start : start + 2] for r in (runner, host))
+    assert expected.abs().amax(-1).min() > 0
+    assert torch.equal(found, expected)
+
+
+def test_more_drafts_than_there_are_rows_for_are_refused():
+    runner, prompts = new_runner(n_drafts=2)
+    with pytest.raises(ValueError, match="n_drafts must be from 0 to 2, the runner's, not 3"):
+        runner.decode([request(1, prompts[1][-1:])], 3)
+
+
 def test_a_missing_draft_is_not_accepted():
     runner, prompts = new_runner(n_drafts=2)
-    assert runner.decode([request(1, prompts[1][-1:])]).wait()[0].accepted == 0
+    assert runner.decode([request(1, prompts[1][-1:])], 2).wait()[0].accepted == 0
 
 
 @pytest.mark.parametrize("n_drafts", [0, 2])
@@ -171,8 +213,8 @@ def test_nothing_is_written_from_the_end_of_a_text_on(n_drafts):
     runner, prompts = new_runner(n_drafts)
     before = torch.stack(runner.cache.layers).flatten(1, 2)
     end = LENGTHS[1]  # the last token is read, and no draft
-    runner.decode([request(1, [prompts[1][-1], *[0] * n_drafts], end=end)])
-    runner.decode([request(1, [], source=0, end=end)])
+    runner.decode([request(1, [prompts[1][-1], *[0] * n_drafts], end=end)], n_drafts)
+    runner.decode([request(1, [], source=0, end=end, n_drafts=n_drafts)], n_drafts)
     after = torch.stack(runner.cache.layers).flatten(1, 2)
     changed = (before != after).any(-1).any(0).nonzero()[:, 0].tolist()
     assert changed == [64 * PAGES[1][0] + end - 1]
@@ -181,9 +223,9 @@ def test_nothing_is_written_from_the_end_of_a_text_on(n_drafts):
 def test_logits_with_nan_choose_no_token():
     runner, prompts = new_runner()
     runner.forward.weights.head[0] = float("nan")
-    runner.decode([request(1, prompts[1][-1:])])
+    runner.decode([request(1, prompts[1][-1:])], 0)
     for log_probs in (False, True):
-        assert runner.decode([request(1, [], source=0)], log_probs).wait()[0].chosen == [-1]
+        assert runner.decode([request(1, [], source=0)], 0, log_probs).wait()[0].chosen == [-1]
 
 
 @pytest.mark.parametrize("n_drafts", [0, 1, 3])
@@ -198,14 +240,14 @@ def test_no_row_is_longer_than_the_reach_of_its_request(monkeypatch, n_drafts):
     monkeypatch.setattr(DecodeLoop, "_rows", counted)
     runner, prompts = new_runner(n_drafts)
     first = request(1, [prompts[1][-1], *range(n_drafts)])
-    runner.decode([first])
-    reach = runner.loop._reach(first)
+    runner.decode([first], n_drafts)
+    reach = runner.loop._reach(first, n_drafts)
     assert LENGTHS[1] + n_drafts <= max(longest) <= reach
     longest.clear()
-    continued = request(1, [], source=0)
-    runner.decode([continued])
-    assert max(longest) <= runner.loop._reach(continued) == reach + 1 + n_drafts
-    assert runner.loop._reach(continued._replace(end=LENGTHS[1])) == LENGTHS[1]
+    continued = request(1, [], source=0, n_drafts=n_drafts)
+    runner.decode([continued], n_drafts)
+    assert max(longest) <= runner.loop._reach(continued, n_drafts) == reach + 1 + n_drafts
+    assert runner.loop._reach(continued._replace(end=LENGTHS[1]), n_drafts) == LENGTHS[1]
 
 
 def test_a_gpu_that_waits_for_another_rank_is_not_waited_for_forever():

@@ -1,0 +1,129 @@
+"""How many draft tokens a request has in its next step: more where they are accepted, none where they are not.
+
+A draft is accepted only if those before it are, so each position of a step's drafts has a rate of its own: the share of
+drafts there that were accepted where all before them were. With the rates r₁, r₂, … a step with k drafts is expected to
+yield
+
+    E(k) = 1 + r₁ + r₁·r₂ + … + r₁·…·r_k    tokens
+
+and takes c(k) times as long as one without drafts. The count is the k with the most tokens per time, E(k) / c(k).
+
+A request begins with the most drafts that it may have, at rates of 1. So its first steps show the rates of all
+positions, and where nothing is accepted two or three are enough. A rate is the mean of that 1 and of what was seen, and
+from 16 drafts on an exponential average. Positions that the count leaves out are not seen any more. Therefore, after
+64 steps, the rate of the first of them is raised to where its draft would just pay, and the next draft there decides.
+If it is rejected, twice as many steps pass before the next trial, up to 512.
+
+The count depends on the request's own drafts alone, and not on how long steps take in fact: a request that is alone
+takes the same steps each time, and ranks that share a request agree.
+
+Source: E(k) / c(k) is the speed-up of Leviathan et al. (arXiv 2211.17192) §3.3, here with a rate for each position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from octile.serve.engine.config import MAX_DRAFTS
+
+# c(k), by octile bench serve with one client and the preset `small` on one GPU: c(1) is 1.45 on an H200 and on an H100,
+# c(2) 1.69 and 1.81 (benchmarks/results/h200_serve.txt, h100_serve.txt: tokens per step, of the share of drafts
+# accepted, by the ratio of tokens/s). Of V2-Lite's shape two, four and eight rows take 1.32, 1.85 and 2.84 times one
+# row without the prediction layer (benchmarks/history/few-rows/README.md), 0.26 to 0.32 a row.
+FIRST, FURTHER = 0.45, 0.3  # of a step without drafts
+COSTS = (1.0, *(1 + FIRST + FURTHER * i for i in range(MAX_DRAFTS)))
+SEEN = 16  # drafts after which a rate is an exponential average
+TRIAL, MAX_TRIAL = 64, 512  # steps before a position is tried again
+ROUNDING = 1e-9  # up to which speeds are equal; of equal ones the count with more drafts is taken
+
+
+class DraftCount:
+    """The draft count of one request.
+
+    Attributes:
+        count: drafts of its next step, from 0 to most.
+        expected: E(k) of each k from 0 to most, in tokens.
+
+    Args:
+        most: drafts at most, at least 1.
+    """
+
+    def __init__(self, most: int):
+        self.count = most
+        self._rates = [1.0] * most
+        self._seen = [1] * most
+        self._steps, self._trial = 0, TRIAL  # with fewer drafts than most, and after how many there is a trial
+        self._limit = most  # of the count: during a trial one more than before it
+        self.expected = _expected(self._rates)
+
+    def record(self, offered: int, accepted: int) -> None:
+        """Take in a step of the request, in which the model has verified its drafts, and choose the count anew.
+
+        Args:
+            offered: drafts that were verified; 0: none.
+            accepted: those before the first that was rejected.
+        """
+        for i in range(min(accepted + 1, offered)):
+            self._seen[i] = min(self._seen[i] + 1, SEEN)
+            self._rates[i] += (float(i < accepted) - self._rates[i]) / self._seen[i]
+        if offered == accepted > 0:
+            self._trial = TRIAL
+        if offered >= self._limit:
+            self._limit = len(self._rates)
+        self._choose()
+        if self.count == len(self._rates):
+            self._steps = 0
+            return
+        self._steps += 1
+        if self._steps >= self._trial:
+            self._try_one_more()
+
+    def _choose(self) -> None:
+        self.expected = _expected(self._rates)
+        self.count = min(best_count(self.expected), self._limit)
+
+    def _try_one_more(self) -> None:
+        """Raise the rate of the first position that is left out to where its draft would just pay, if it can."""
+        self._steps, self._trial = 0, min(2 * self._trial, MAX_TRIAL)
+        k, expected = self.count, self.expected
+        reached = expected[k] - expected[k - 1] if k else 1.0  # the probability that all k drafts are accepted
+        gain = expected[k] * (COSTS[k + 1] / COSTS[k] - 1)
+        if gain <= reached:
+            self._rates[k] = max(self._rates[k], gain / reached)
+            self._limit = k + 1
+            self._choose()
+
+
+def best_count(expected: Sequence[float]) -> int:
+    """Return the count of drafts with the most tokens per time, of equal ones the largest.
+
+    Args:
+        expected: tokens of a step with 0, 1, … drafts, of one request or summed over several.
+    """
+    best = 0
+    for k in range(1, len(expected)):
+        if expected[k] * COSTS[best] >= expected[best] * COSTS[k] * (1 - ROUNDING):
+            best = k
+    return best
+
+
+def shared_count(requests: Sequence[DraftCount]) -> int:
+    """Return how many drafts a step makes of which all requests have as many rows.
+
+    It is the count with the most tokens of all requests per time, where each has no more drafts than its own count. A
+    step of one request has the request's own. The costs are those of one request: those of many read most experts in
+    any case, so that a draft costs less.
+    """
+    most = max((request.count for request in requests), default=0)
+    if most == min((request.count for request in requests), default=0):
+        return most
+    sums = [sum(request.expected[min(k, request.count)] for request in requests) for k in range(most + 1)]
+    return best_count(sums)
+
+
+def _expected(rates: Sequence[float]) -> list[float]:
+    expected, reached = [1.0], 1.0
+    for rate in rates:
+        reached *= rate
+        expected.append(expected[-1] + reached)
+    return expected
