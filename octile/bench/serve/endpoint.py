@@ -3,8 +3,8 @@
 1 client              one request after the other
 64 clients            each has one request at a time
 1,000 clients         all at once: more than the server takes; what it refuses is counted
-1 client, 1 draft …   speculative decoding with one and two drafts, if the model has a multi-token prediction layer:
-                      answers of 256 tokens, with and without drafts
+1 client, 1 draft …   speculative decoding with up to one, two and four drafts, if the model has a multi-token
+                      prediction layer: answers of 256 tokens, with and without drafts
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ONE = Stress(clients=1, requests=8, new_tokens=64)
 MANY = Stress(clients=64, requests=256, new_tokens=64)
 CROWD = Stress(clients=1000, requests=1000, prompt_words=8, new_tokens=8)
 LONG = Stress(clients=1, requests=8, new_tokens=256)
-DRAFTS = 1, 2  # draft tokens per step
+DRAFTS = 1, 2, 4  # draft tokens per step at most
 ONE_CLIENT, MANY_CLIENTS, CROWD_CASE = "1 client", "64 clients", "1,000 clients at once"
 
 
@@ -66,17 +66,18 @@ def rows(run: Path) -> Iterator[Row]:
 
 
 def _drafted(run: Path, undrafted: float) -> Iterator[Row]:
-    """Yield throughput with drafts, vs. that without, and the share of drafts that are accepted."""
+    """Yield throughput with drafts, vs. that without, the share of drafts that are accepted, and drafts per step."""
     speeds = list[float]()
     for n_drafts in DRAFTS:
         with _announced_server(run, "--engine.n-drafts", str(n_drafts)) as url:
-            before = _drafts(url)
+            before = _counts(url)
             speed = _run(url, LONG).tokens_per_second
-            verified, accepted = (b - a for a, b in zip(before, _drafts(url), strict=True))
+            generated, verified, accepted = (b - a for a, b in zip(before, _counts(url), strict=True))
         case = f"{LONG_CLIENT}, {format_count(n_drafts, 'draft')}"
         speeds.append(speed)
         yield compare(case, THROUGHPUT, speed, "tokens/s", LONG_CLIENT, undrafted)
         yield Row(case, "drafts accepted", 100 * accepted / verified, "%")
+        yield Row(case, "drafts per step", verified / (generated - accepted), "drafts")
     yield compare(FASTEST_DRAFTS, THROUGHPUT, max(speeds), "tokens/s", LONG_CLIENT, undrafted)
 
 
@@ -132,12 +133,9 @@ def _times(case: str, result: StressResult) -> Iterator[Row]:
             yield Row(case, f"{what}, {name}", 1e3 * percentile(seconds, share), "ms")
 
 
-def _drafts(url: str) -> tuple[float, float]:
-    """The draft tokens that the server has verified, and those of them that it has accepted."""
+def _counts(url: str) -> list[float]:
+    """The tokens that the server has generated, the drafts that it has verified, and those that it has accepted."""
     with urlopen(f"{url}/metrics") as response:
         text = response.read().decode()
-    verified, accepted = (
-        float(re.findall(rf"^octile_spec_decode_num_{name}_tokens_total\{{.*\}} (.*)$", text, re.MULTILINE)[0])
-        for name in ("draft", "accepted")
-    )
-    return verified, accepted
+    names = "generation", "spec_decode_num_draft", "spec_decode_num_accepted"
+    return [float(re.findall(rf"^octile_{name}_tokens_total\{{.*\}} (.*)$", text, re.MULTILINE)[0]) for name in names]

@@ -48,7 +48,7 @@ class Options:
             exact, and default for others.
         tokens: decoded tokens to compare, at least; each text has as many as new_tokens says.
         new_tokens: decoded tokens of a text. Prompts are cut to what these leave of the model's context.
-        drafts: draft tokens per request and step.
+        drafts: draft tokens per request and step at most.
         max_batch: texts that the engine decodes at once.
         max_step_tokens: tokens of one forward pass of the engine; longer prompts are prefilled in chunks.
         text: the text that prompts are cut from: a text file, a folder, hf:NAME, stdlib or packages.

@@ -23,7 +23,7 @@ class EngineConfig:
         max_step_tokens: tokens of one forward pass. Requests that decode come first; the rest of the budget
             prefills prompts, in chunks.
         n_drafts: draft tokens per request and step at most, by the model's multi-token prediction layer. Each request
-            has as many as pay by the share of its own that were accepted. 0 does not draft.
+            gets the number that is fastest by its own acceptance rate. 0 does not draft.
         batch_invariant: compute each request's logits bit for bit as if it were alone, so that its text never depends
             on what else is in the batch; slower.
         exact: batch_invariant, and log-probabilities are those of training, bit for bit: a folder whose weights are of

@@ -27,9 +27,9 @@ from collections.abc import Sequence
 from octile.serve.engine.config import MAX_DRAFTS
 
 # c(k), by octile bench serve with one client and the preset `small` on one GPU: c(1) is 1.45 on an H200 and on an H100,
-# c(2) 1.69 and 1.81 (benchmarks/results/h200_serve.txt, h100_serve.txt: tokens per step, of the share of drafts
-# accepted, by the ratio of tokens/s). Of V2-Lite's shape two, four and eight rows take 1.32, 1.85 and 2.84 times one
-# row without the prediction layer (benchmarks/history/few-rows/README.md), 0.26 to 0.32 a row.
+# c(2) 1.69 and 1.81 (benchmarks/results/h200_serve.txt and h100_serve.txt: tokens per step, which follow from the share
+# of accepted drafts, divided by the ratio of tokens/s). Of V2-Lite's shape, without the prediction layer, two, four and
+# eight rows take 1.32, 1.85 and 2.84 times as long as one (benchmarks/history/few-rows/README.md): 0.26 to 0.32 a row.
 FIRST, FURTHER = 0.45, 0.3  # of a step without drafts
 COSTS = (1.0, *(1 + FIRST + FURTHER * i for i in range(MAX_DRAFTS)))
 SEEN = 16  # drafts after which a rate is an exponential average

@@ -50,6 +50,7 @@ def test_rows_of_a_miniature_model(tokenizer, tmp_path, monkeypatch):
     assert rows["1,000 clients at once", "answered"].value == 20
     for drafts in ("1 draft", "3 drafts"):
         assert 0 <= rows[f"1 client, 256 tokens, {drafts}", "drafts accepted"].value <= 100
+        assert 0 < rows[f"1 client, 256 tokens, {drafts}", "drafts per step"].value <= int(drafts[0])
     fastest = rows["1 client, 256 tokens, fastest with drafts", "throughput"]
     assert fastest.against.peer == "1 client, 256 tokens"
     assert fastest.value == max(
