@@ -42,9 +42,10 @@ MOST = pytest.mark.parametrize("most", [1, 2, 7])
 
 @AHEAD
 @MOST
-def test_drafts_that_are_always_accepted_stay_at_the_most(most, ahead):
+def test_drafts_that_are_always_accepted_become_the_most_and_stay(most, ahead):
     counts, _ = counts_of(most, 200, lambda _: [True] * most, ahead)
-    assert counts == [most] * 200
+    assert counts[0] == min(most, 3)
+    assert counts[32:] == [most] * 168
 
 
 @AHEAD
@@ -52,14 +53,14 @@ def test_drafts_that_are_always_accepted_stay_at_the_most(most, ahead):
 def test_without_acceptance_there_are_no_drafts_but_those_of_trials(most, ahead):
     counts, speed = counts_of(most, 4000, lambda _: [False] * most, ahead)
     n_first = counts.index(0)
-    assert n_first == (3 if most == 7 else 2) + ahead
+    assert n_first == 4 + ahead
     drafting = [step for step, count in enumerate(counts[n_first:]) if count]
     begins = [step for step in drafting if step - 1 not in drafting]
     waits = [b - a for a, b in itertools.pairwise(begins)]
     assert 64 <= waits[0] < 2 * 64 + 9
     assert waits == sorted(waits)
     assert 512 <= waits[-1] < 512 + 9
-    assert speed > 0.97
+    assert speed > 0.98
 
 
 @AHEAD
