@@ -23,9 +23,8 @@ from octile.models.stages import split_stages
 from octile.nn.conversion import apply_recipe
 from octile.nn.dispatcher import InFlight, LocalDispatcher
 from octile.nn.moe import MoE
-from octile.nn.weight_cache import recorded_requests
 from octile.recipe import Recipe
-from tools.measure_pair import LAYERS, ROUNDS, SIZES, TOKENS, WAYS, Passes, capture, replay, times
+from tools.measure_pair import LAYERS, ROUNDS, SIZES, TOKENS, WAYS, Passes, capture, clear, replay, times, warm_up
 
 
 class DelayedDispatcher(LocalDispatcher):
@@ -93,26 +92,18 @@ def main(size: str, delays: Sequence[float]) -> None:
     h = torch.randn(1, TOKENS, config.hidden_size, device=device, dtype=torch.bfloat16)
     passes = Passes(split_stages(model, 2), tokens, h)
 
-    def clear() -> None:
-        for t in (passes.h, *parameters):
-            t.grad = None
-
-    passes.run("sequence")
-    torch.optim.SGD(parameters, 0.0).step()  # a weight that an optimizer writes is quantized once a step
-    clear()
-    with recorded_requests() as requests:
-        passes.run("interleaved")
+    requests = warm_up(passes, parameters)
     without: dict[str, float] = {}
     for exchanges.ms in (0.0, *delays):
         for way in WAYS:
-            clear()
+            clear(passes, parameters)
             exchanges.begun = 0
             passes.begin()
             outside = exchanges.begun
             passes.pair(way)
             of_pair = exchanges.begun - outside
             passes.end()
-            clear()
+            clear(passes, parameters)
             graphs = capture(passes, way, requests)
             replay(graphs)
             found = median([ms for _ in range(ROUNDS) for ms in times(graphs)])

@@ -19,6 +19,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -36,7 +37,7 @@ from octile.nn.conversion import apply_recipe
 from octile.nn.fused.quantize import quantize_requested
 from octile.nn.interleave import run_interleaved
 from octile.nn.moe import MoE, share_of_experts
-from octile.nn.weight_cache import quantized_once_in_capture, recorded_requests
+from octile.nn.weight_cache import WeightRequest, quantized_once_in_capture, recorded_requests
 from octile.parallel import shard_experts
 from octile.recipe import Recipe
 from octile.train.step.kernel_records import is_communication
@@ -85,6 +86,21 @@ class Passes:
         self.begin()
         self.pair(way)
         self.end()
+
+
+def clear(passes: Passes, parameters: Sequence[Tensor]) -> None:
+    for t in (passes.h, *parameters):
+        t.grad = None
+
+
+def warm_up(passes: Passes, parameters: Sequence[Tensor]) -> Sequence[WeightRequest]:
+    """Run the passes eagerly, and return which weights they quantize once a step."""
+    passes.run("sequence")
+    torch.optim.SGD(parameters, 0.0).step()  # of weights that an optimizer writes
+    clear(passes, parameters)
+    with recorded_requests() as requests:
+        passes.run("interleaved")
+    return requests
 
 
 def capture(passes: Passes, way: str, requests) -> list[torch.cuda.CUDAGraph]:
@@ -176,23 +192,15 @@ def main(size: str, folder: Path, seconds: float) -> None:
     tokens = torch.randint(config.vocab_size, (1, TOKENS), device=device)
     passes = Passes(stages, tokens, torch.randn(1, TOKENS, config.hidden_size, device=device, dtype=torch.bfloat16))
 
-    def clear() -> None:
-        for t in (passes.h, *parameters):
-            t.grad = None
-
-    passes.run("sequence")
-    torch.optim.SGD(parameters, 0.0).step()  # a weight that an optimizer writes is quantized once a step
-    clear()
-    with recorded_requests() as requests:
-        passes.run("interleaved")
+    requests = warm_up(passes, parameters)
     torch.cuda.synchronize()
     loads = [m.last_load_E.view(2, -1).sum(1).tolist() for m in model.modules() if isinstance(m, MoE)]
     report(f"ran eagerly; rows of the experts of each rank by layer {loads}, too many {bool(too_many_rows)}")
     graphs, found = {}, {way: list[float]() for way in WAYS}
     for way in WAYS:
-        clear()
+        clear(passes, parameters)
         passes.run(way)  # compiles what the graphs need
-        clear()
+        clear(passes, parameters)
         graphs[way] = capture(passes, way, requests)
         replay(graphs[way])
     torch.cuda.synchronize()
@@ -206,7 +214,7 @@ def main(size: str, folder: Path, seconds: float) -> None:
         described = trace(graphs[way], folder / f"{size}_{way}_{rank}.json.gz")
         all_ms = ", ".join(f"{ms:.2f}" for ms in found[way])
         report(f"{size}, {way}: median {median(found[way]):.3f} ms of {all_ms}; trace: {described}")
-    clear()
+    clear(passes, parameters)
     graphs.clear()  # they hold the memory of the ranks' exchanges
     gc.collect()
     dist.barrier()
