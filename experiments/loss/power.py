@@ -20,13 +20,12 @@ import numpy.typing as npt
 from experiments.loss.report import BAR, SCRATCH, Results
 from octile.bench.rows import align_columns
 from octile.report.compare.intervals import LEVEL, Interval, student_interval, student_quantile
+from octile.report.compare.power import DRAWS, POWER
 from octile.report.compare.summary import span
 
 MEANS = (0.0, 0.0005, 0.001, 0.0015)  # the true gap
 DEVIATIONS = (0.001, 0.0015, 0.002, 0.0025, 0.003)  # of a pair's gap
-POWER = 0.8
 MAX_PAIRS = 60
-DRAWS = 20_000
 # after how many pairs an interval stands in the history of one-rounding/note.md: group, size, pairs now → looks
 LOOKS = {("core", "80m", 14): (4, 6, 7, 11, 14)}
 

@@ -1,9 +1,9 @@
 """How many pairs of runs show that a recipe stays within the bar.
 
 A recipe stays within the bar if Student's 95% interval of the mean gap over pairs does (two one-sided tests of level
-2.5%; Schuirmann, J. Pharmacokinet. Biopharm. 15, 1987). Whether it does depends on the pairs, the deviation of their
-gaps, and chance. Here the true gap is zero and gaps are normally distributed, so that `POWER` is the best that can be
-expected: a recipe with a gap of its own needs more pairs.
+2.5%; Schuirmann, J. Pharmacokinet. Biopharm. 15, 1987). That depends on the number of pairs, the standard deviation of
+their gaps, and chance. Here the true gap is zero and gaps are normally distributed, so that `POWER` is the best that
+can be expected: a recipe with a gap of its own needs more pairs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DRAWS = 20_000
 
 
 def largest_deviation(pairs: int, bar: float) -> float:
-    """The largest deviation of gaps with which so many pairs show that a recipe stays within the bar.
+    """The largest standard deviation of gaps with which so many pairs show that a recipe stays within the bar.
 
     Args:
         pairs: at least 2.

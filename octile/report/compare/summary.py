@@ -42,9 +42,9 @@ def verdict_sentence(result: CompareResult) -> str:
 
 def _few_pairs(measured: Sequence[Outcome]) -> str:
     """What the number of pairs does not decide."""
-    if any(outcome.is_significant is None for outcome in measured):
-        return f" One pair of runs gives no verdict on the bar of {measured[0].bar:.2%}."
-    return " Two seeds can hardly prove anything." if any(len(o.gaps) <= FEW_SEEDS for o in measured) else ""
+    counts = {len(outcome.gaps) for outcome in measured}
+    one = f" One pair of runs gives no verdict on the bar of {measured[0].bar:.2%}." if 1 in counts else ""
+    return one + (" Two seeds can hardly prove anything." if FEW_SEEDS in counts else "")
 
 
 def _end(outcome: Outcome, after: str) -> str:
@@ -76,10 +76,11 @@ def seeds_note(result: CompareResult) -> str:
     """What the number of seeds can prove, and what it cannot."""
     n = max((len(result.runs(name)) for name in result.names), default=0)
     if n == 1:
+        more = f"; {planned_pairs(5, result.bar)}" if result.last_step >= MIN_STEPS else ""
         return (
             "Each recipe was trained with one seed: the gap holds for that seed, and there is no interval over seeds."
             f" The noise band, from {'nudges' if result.nudge else 'one pair'} of BF16 runs, estimates the size of"
-            f" chance. For more seeds: --seeds 5; {planned_pairs(5, result.bar)}"
+            f" chance. For more seeds: --seeds 5{more}."
         )
     if n == FEW_SEEDS:
         return (
@@ -98,30 +99,31 @@ def planned_pairs(pairs: int, bar: float) -> str:
         return f"one pair of runs gives no verdict on the bar of {bar:.2%}; {planned_pairs(5, bar)}"
     return (
         f"{pairs} pairs of runs show that a recipe without a gap stays within {bar:.2%} of BF16, with a probability of "
-        f"{POWER:.0%}, where the gaps of pairs deviate by at most {largest_deviation(pairs, bar):.2%}."
+        f"{POWER:.0%}, where the gaps of pairs have a standard deviation of at most {largest_deviation(pairs, bar):.2%}"
     )
 
 
 def pairs_notes(result: CompareResult) -> list[str]:
-    """Of each recipe that was not shown to stay within the bar, how many pairs would show it, and how long they take.
+    """Of each recipe that is neither shown within the bar nor beyond, how many pairs would decide, and their time.
 
     The pairs that were measured say how much their gaps deviate. A comparison that stops as soon as it shows something
     shows it too often by chance, so the pairs are to be new ones.
     """
     notes = []
     for outcome in map(result.outcome, result.names):
-        if outcome.is_significant is None or outcome.diverged or outcome.is_shown or result.last_step < MIN_STEPS:
+        if outcome.is_significant is not False or outcome.diverged or result.last_step < MIN_STEPS:
             continue
         deviation = statistics.stdev(outcome.gaps)
         needed = pairs_needed(deviation, outcome.bar)
-        found = f"The {len(outcome.gaps)} gaps of {outcome.recipe} deviate by {deviation:.2%}: "
+        found = f"The {len(outcome.gaps)} gaps of {outcome.recipe} have a standard deviation of {deviation:.2%}: "
         if needed is None:
             notes.append(f"{found}more than {MAX_PAIRS} pairs would be needed to decide about {outcome.bar:.2%}.")
             continue
         seconds = needed * sum(_seconds(curve, result) for curve in (result.bf16, *result.runs(outcome.recipe)[:1]))
         time = f", {format_duration(seconds)} of training like this" if 0 < seconds < math.inf else ""
         notes.append(
-            f"{found}if it has no gap, {needed} new pairs show that with a probability of {POWER:.0%}{time} (--seeds)."
+            f"{found}if it has no gap, {needed} new pairs show that with a probability of {POWER:.0%}{time} "
+            f"(--seed {1 + max(curve.seed for curve in result.curves)} --seeds {needed})."
         )
     return notes
 

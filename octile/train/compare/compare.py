@@ -22,7 +22,7 @@ from octile.parallel.device import pick_device
 from octile.parallel.ranks import Ranks
 from octile.report.compare.file import COMPARE_FILE, write_result
 from octile.report.compare.page import write_compare_report
-from octile.report.compare.result import BAR, CompareResult
+from octile.report.compare.result import BAR, MIN_STEPS, CompareResult
 from octile.report.compare.summary import notes, planned_pairs, verdict_sentence
 from octile.report.compare.tables import format_compare_table, format_details_table
 from octile.report.compare.token_differences import TokenDifferences, token_differences
@@ -115,7 +115,7 @@ def compare(
         check_memory(each, device, is_train=False)
     if duration:
         console.print(duration)
-    if recipes:
+    if recipes and config.steps >= MIN_STEPS:
         console.print(planned_pairs(len(seeds), BAR))
     is_new = out is None
     out = out or new_folder(Path("runs"), f"compare-{config.preset}")

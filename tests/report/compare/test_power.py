@@ -32,5 +32,6 @@ def test_no_pairs_are_named_that_nobody_trains():
 def test_a_plan_of_one_pair_says_that_it_decides_nothing():
     assert planned_pairs(1, 0.0025) == (
         "one pair of runs gives no verdict on the bar of 0.25%; 5 pairs of runs show that a recipe without a gap stays "
-        "within 0.25% of BF16, with a probability of 80%, where the gaps of pairs deviate by at most 0.13%."
+        "within 0.25% of BF16, with a probability of 80%, where the gaps of pairs have a standard deviation of at "
+        "most 0.13%"
     )

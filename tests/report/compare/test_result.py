@@ -127,16 +127,23 @@ def test_pairs_that_show_nothing_say_how_many_would():
     needed = pairs_needed(0.003, 0.0025)
     (note,) = pairs_notes(replace(result, config=config))
     assert note == (
-        f"The 3 gaps of a deviate by 0.30%: if it has no gap, {needed} new pairs show that with a probability of 80%, "
-        f"{format_duration(needed * 2 * 36_000 / result.bf16.tokens_per_s)} of training like this (--seeds)."
+        f"The 3 gaps of a have a standard deviation of 0.30%: if it has no gap, {needed} new pairs show that with a "
+        f"probability of 80%, {format_duration(needed * 2 * 36_000 / result.bf16.tokens_per_s)} of training like this "
+        f"(--seed 3 --seeds {needed})."
     )
-    shown = compared(seeds("bf16", 2.0, 2.0, 2.0), *seeds("a", 2.002, 2.0022, 2.0018))
-    assert pairs_notes(shown) == []
+
+
+@pytest.mark.parametrize("finals", [(2.002, 2.0022, 2.0018), (2.2, 2.201, 2.199)], ids=["within", "beyond"])
+def test_what_is_shown_needs_no_further_pairs(finals):
+    assert pairs_notes(compared(seeds("bf16", 2.0, 2.0, 2.0), *seeds("a", *finals))) == []
 
 
 def test_a_deviation_that_no_number_of_pairs_averages_out_is_said():
     (note,) = pairs_notes(compared(seeds("bf16", 2.0, 2.0), *seeds("a", 2.2, 1.8)))
-    assert note == "The 2 gaps of a deviate by 14.14%: more than 200 pairs would be needed to decide about 0.25%."
+    assert note == (
+        "The 2 gaps of a have a standard deviation of 14.14%: more than 200 pairs would be needed to decide about "
+        "0.25%."
+    )
 
 
 def with_gaps(*gaps_in_bands: float) -> CompareResult:
