@@ -147,7 +147,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
         *(F8[:2, :2], ONE, F8[:2, :1], ONE),
         False,
     ),
-    continued_tokens: (torch.zeros(9, 2).long(), INT64[:, :1].clone(), INT64[:, 0].clone()),
+    continued_tokens: (torch.zeros(10, 2).long(), INT64[:, :1].clone(), INT64[:, 0].clone()),
     text_rows: (INT64, INT64[:, 0], INT64[:, 0], INT),
     accepted_rows: (INT64, INT64, INT64[:, 0].clone()),
     record_choices: (INT64, INT64, INT64[:, :1].clone(), INT64.clone(), INT64[0].clone(), torch.zeros(2, 4).long()),
