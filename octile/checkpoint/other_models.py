@@ -38,8 +38,8 @@ def check_model_type(folder: Path, config: Mapping[str, Any]) -> None:
     is_fp8 = _is_in_fp8_blocks(config)
     engines = "vLLM and transformers" if is_fp8 and LOADER_WARNINGS.get(kind) == UNREAD_SCALES else ENGINES
     more = f": vllm serve {quoted_path(folder)}" if is_fp8 else ""
-    if kind in SERVED_ELSEWHERE and "quantization_config" not in config:
-        more = ", and octile.convert trains it in transformers"
+    if kind in SERVED_ELSEWHERE and config.get("quantization_config") is None:
+        more = ", and with octile.convert transformers trains it in FP8"
     raise ValueError(
         f"{folder} has a model of type {quoted(kind)}{name}, but octile loads only the types {', '.join(MODEL_TYPES)}; "
         f"{engines} {serve}{more}"

@@ -59,9 +59,8 @@ def test_every_command_that_loads_a_model_says_who_serves_another(name, converte
 
 def test_a_model_without_weights_that_octile_reads_is_refused_alike(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(
-        ValueError, match=r"has a model of type 'llama', but .* transformers serve it, and octile\.convert trains"
-    ):
+    message = r"has a model of type 'llama', but .* serve it, and with octile\.convert transformers trains it in FP8$"
+    with pytest.raises(ValueError, match=message):
         octile.load(tmp_path)
 
 
