@@ -105,21 +105,22 @@ def split_stages(model: DeepseekV3, stages: int | Sequence[range]) -> list[Model
 
 
 def balanced_layers(config: ModelConfig, placement: Sequence[Sequence[int]], sequence_length: int) -> list[range]:
-    """The layers of each stage of a pipeline, divided so that the FLOPs of its slowest rank are as few as possible.
+    """The layers of each stage of a pipeline, divided so that the FLOPs of its slowest stage are as few as possible.
 
-    Those of the head and of multi-token prediction count for the last stage.
+    With DualPipeV, where a rank has two stages, the slowest rank counts. FLOPs of the head and of multi-token
+    prediction are the last stage's.
 
     Args:
         config: the model.
-        placement: that of the schedule (`octile.parallel.schedules.Schedule`). With DualPipeV a rank has two stages,
-            whose sum counts. In bidirectional schedules it has one in each direction.
+        placement: that of the schedule (`octile.parallel.schedules.Schedule`). In bidirectional schedules a rank has a
+            stage in each direction, and each counts alone.
         sequence_length: the tokens of a sequence, of which a query attends to half on average.
 
     Raises:
         ValueError: there are more stages than layers.
     """
     n_stages, n_ranks = len(placement[0]), len(set(placement[0]))
-    even_layers(config.num_hidden_layers, n_stages)
+    _check_number(config.num_hidden_layers, n_stages)
     costs = layer_multiply_adds(config, sequence_length / 2)
     bounds = divide(costs, n_stages) if n_stages == n_ranks else fold(costs, n_ranks)
     return [range(begin, end) for begin, end in bounds]
@@ -141,14 +142,18 @@ def even_layers(n_layers: int, n_stages: int) -> list[range]:
     Raises:
         ValueError: there are more stages than layers, or none.
     """
-    if not 1 <= n_stages <= n_layers:
-        raise ValueError(f"n_stages must be from 1 to the model's {n_layers} layers, not {n_stages}")
+    _check_number(n_layers, n_stages)
     inner_first = [*range(1, n_stages - 1), 0, n_stages - 1]
     counts = [n_layers // n_stages] * n_stages
     for stage in inner_first[: n_layers % n_stages]:
         counts[stage] += 1
     ends = list(accumulate(counts))
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+def _check_number(n_layers: int, n_stages: int) -> None:
+    if not 1 <= n_stages <= n_layers:
+        raise ValueError(f"n_stages must be from 1 to the model's {n_layers} layers, not {n_stages}")
 
 
 def with_stages(model: DeepseekV3, stages: int | Sequence[range], own: Collection[int]) -> DeepseekV3:

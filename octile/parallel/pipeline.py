@@ -15,8 +15,8 @@ The shapes and dtypes of what a stage sends may differ between stages. They are 
 micro-batches, ahead of the first message; every rank knows the micro-batches' shapes.
 
 A step on GPUs can be captured in a CUDA graph with all of its actions, sends and receives. Steps of the same shapes
-must have run before: they create NCCL's communicators and agree on what is sent, and then the host waits for nothing.
-All ranks must capture, and replay, the same steps.
+must have run before: they create NCCL's communicators and agree on what is sent, so that the host waits for nothing
+while a step is captured. All ranks must capture, and replay, the same steps.
 
 Sources: DeepSeek-V3 (arXiv 2412.19437) §3.2.1; the schedules' files name theirs.
 """

@@ -252,12 +252,12 @@ def a_captured_step_has_the_losses_of_eager_ones(name: str, group: dist.ProcessG
             return pipeline.step(list(given), list(given))
 
     torch.use_deterministic_algorithms(False)  # some of them wait for the device
+    graph = torch.cuda.CUDAGraph()
     try:
         eager = []
         for tokens in (batches[1], *batches, batches[1]):
             given.copy_(tokens)
             eager.append((step(), gradients_of(pipeline)))
-        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             losses = step()
         for tokens, (expected, gradients) in zip(batches, eager[1:3], strict=True):
@@ -267,8 +267,8 @@ def a_captured_step_has_the_losses_of_eager_ones(name: str, group: dist.ProcessG
             for stage, wanted in gradients.items():
                 for found, one in zip(gradients_of(pipeline)[stage], wanted, strict=True):
                     torch.testing.assert_close(found, one, rtol=1e-5, atol=1e-5 * one.abs().max().item())
-        del graph  # a communicator that a graph has is not destroyed
     finally:
+        graph.reset()  # a communicator that a graph has is not destroyed
         torch.use_deterministic_algorithms(True)
 
 

@@ -49,8 +49,9 @@ def held_share(config: TrainConfig) -> float:
     schedule = make_pipeline_schedule(config)
     if schedule is None:
         return 1.0
-    sizes = [len(layers) for layers in pipeline_layers(config, schedule)]
-    return max(held_activations(schedule, sizes)) / config.model.num_hidden_layers
+    *sizes, last = (len(layers) for layers in pipeline_layers(config, schedule))
+    sizes.append(last + config.model.num_nextn_predict_layers)
+    return max(held_activations(schedule, sizes)) / sum(sizes)
 
 
 def describe_pipeline(schedule: Schedule, layers: Sequence[range]) -> str:

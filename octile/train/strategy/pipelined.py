@@ -73,7 +73,10 @@ class PipelinedStrategy(ShardedStrategy):
         return [*super().descriptions(), describe_pipeline(self._schedule, self._layers)]
 
     def why_eager(self) -> str | None:
-        """See `Strategy`."""
+        """See `Strategy`. All ranks must have the same reason: an eager step asks the others what a captured does not.
+
+        They have: observers and guards need a single rank, and all else is the configuration's.
+        """
         return super().why_eager() or UNTRIED
 
     def _waits_for_rows(self) -> bool:
