@@ -80,7 +80,7 @@ class OctileConverter:
         if why := _why_unsupported(self.recipe):
             raise ValueError(f"octile.recipe {self.recipe.name!r} {why}")
         has_whole_weights = not (parallel_dims.fsdp_enabled or parallel_dims.tp_enabled or parallel_dims.ep_enabled)
-        if has_whole_weights:  # which the weight cache holds for all micro-batches
+        if has_whole_weights and self.recipe.formats is not None:  # which the weight cache holds for all micro-batches
             self.recipe = replace(self.recipe, transposed_weights=self.recipe.transposed_weights or "cached")
         self.fuses_moe = not parallel_dims.tp_enabled  # which gives each rank a part of the tokens' rows
 
