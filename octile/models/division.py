@@ -73,8 +73,8 @@ def fold(costs: tuple[float, ...], n: int) -> Bounds:
                     if front_cost + back_cost > limit:
                         break
                     cost = max(largest, front_cost + back_cost), squares + front_cost**2 + back_cost**2
-                    found = (*cost, [*before, (begin, front)], [(back, end), *after])
-                    longer[front, back] = min(longer.get((front, back), found), found)
+                    if (front, back) not in longer or cost < longer[front, back][:2]:
+                        longer[front, back] = (*cost, [*before, (begin, front)], [(back, end), *after])
         best = longer
     _, _, before, after = min(best.values())
     return before + after
