@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 Bounds = list[tuple[int, int]]  # (begin, end) of each part
+ROUNDING = 1e-9  # of sums
 
 
 @lru_cache
@@ -72,6 +73,8 @@ def fold(costs: tuple[float, ...], n: int) -> Bounds:
                     back_cost = sums[end] - sums[back]
                     if front_cost + back_cost > limit:
                         break
+                    if sums[back] - sums[front] > left * limit * (1 + ROUNDING):  # too much for the pairs inside
+                        continue
                     cost = max(largest, front_cost + back_cost), squares + front_cost**2 + back_cost**2
                     if (front, back) not in longer or cost < longer[front, back][:2]:
                         longer[front, back] = (*cost, [*before, (begin, front)], [(back, end), *after])
