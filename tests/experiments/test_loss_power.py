@@ -37,6 +37,7 @@ def test_gaps_without_spread_stay_where_they_are():
     assert power_after([1.5 * BAR, 1.5 * BAR + 1e-9], 3) == 0.0
 
 
+@pytest.mark.exhaustive  # draws 40 million gaps
 def test_many_more_pairs_decide_by_the_side_on_which_the_mean_lies():
     gaps = [0.0015, 0.0035, 0.002, 0.003, 0.0025]  # mean: the bar
     assert power_after(gaps, 2000) == pytest.approx(0.5, abs=0.05)

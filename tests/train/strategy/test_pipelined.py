@@ -16,6 +16,7 @@ FURTHER = {  # with what shows the same
     "moved-chimera-2x2": "moved-1f1b",
     "equal_run-dualpipe-2x2": "equal_run-dualpipe and equal_run-1f1b-2x2",
     "equal_run-zb1p-4": "equal_run-zb1p and equal_run-1f1b-2x2, and its passes in tests/parallel/test_pipeline.py",
+    "late-1f1b-2x2": "late-dualpipe, and late weights of data-parallel ranks in test_ranks.py",
     "delayed-dualpipe": "deepseek_v3-zb1p and moved-1f1b, whose recipe is delayed",
     "equal_run-gpipe": "equal_run-1f1b, of the same stages, and GPipe's passes in tests/parallel/test_pipeline.py",
 }
