@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from experiments.loss.report import BAR, SCRATCH, Results
 from octile.bench.rows import align_columns
-from octile.report.compare.intervals import LEVEL, Interval, student_interval, student_quantile
-from octile.report.compare.power import DRAWS, POWER
+from octile.report.compare.intervals import LEVEL, Interval, student_interval
+from octile.report.compare.power import DRAWS, POWER, interval_reaches
 from octile.report.compare.summary import span
 
 MEANS = (0.0, 0.0005, 0.001, 0.0015)  # the true gap
@@ -54,9 +54,7 @@ def power_after(gaps: Sequence[float], more: int) -> float:
 
 def _share_inside(gaps: npt.NDArray[np.float64]) -> float:
     """Return the share of the rows, gaps [draws, pairs], whose 95% interval lies inside ± BAR."""
-    pairs = gaps.shape[1]
-    half = student_quantile(pairs - 1) * gaps.std(axis=1, ddof=1) / math.sqrt(pairs)
-    return float(np.mean(np.abs(gaps.mean(axis=1)) + half <= BAR))
+    return float(np.mean(interval_reaches(gaps) <= BAR))
 
 
 def pairs_needed(mean: float, deviation: float) -> int | None:

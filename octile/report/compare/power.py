@@ -14,10 +14,19 @@ from functools import cache
 import numpy as np
 
 from octile.report.compare.intervals import student_quantile
+from octile.report.run.metrics import Floats
 
 POWER = 0.8  # the probability with which a recipe without a gap is shown to stay within the bar
 MAX_PAIRS = 200
 DRAWS = 20_000
+
+
+def interval_reaches(gaps: Floats) -> Floats:
+    """How far from zero Student's 95% interval over each row of gaps [draws, pairs] reaches: [draws]."""
+    pairs = gaps.shape[1]
+    half = student_quantile(pairs - 1) * gaps.std(axis=1, ddof=1) / math.sqrt(pairs)
+    reaches: Floats = np.abs(gaps.mean(axis=1)) + half
+    return reaches
 
 
 def largest_deviation(pairs: int, bar: float) -> float:
@@ -52,6 +61,4 @@ def pairs_needed(deviation: float, bar: float) -> int | None:
 @cache
 def _reach(pairs: int) -> float:
     """How far from zero the interval over gaps of deviation 1 reaches at most, with probability POWER."""
-    gaps = np.random.default_rng(0).standard_normal((DRAWS, pairs))
-    half = student_quantile(pairs - 1) * gaps.std(axis=1, ddof=1) / math.sqrt(pairs)
-    return float(np.quantile(np.abs(gaps.mean(axis=1)) + half, POWER))
+    return float(np.quantile(interval_reaches(np.random.default_rng(0).standard_normal((DRAWS, pairs))), POWER))
