@@ -12,6 +12,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,6 +27,7 @@ Count = Annotated[int, Range(at_least=1, at_most=4096)]
 Tokens = Annotated[int, Range(at_least=1, at_most=2**31 - 1)]
 TokenId = Annotated[int, Range(at_least=0)]
 Weight = Annotated[float, Range(at_least=0, at_most=1000)]
+IndexerType = Literal["full", "shared"]
 MAX_INDEX_HEAD_DIM = 128  # channels that share a scale
 
 
@@ -87,6 +89,8 @@ class ModelConfig:
             power of two from qk_rope_head_dim to 128; None: there is no indexer, and attention is dense.
         index_topk: top-k keys of each query, which the indexer finds (2048).
         indexer_rope_interleave: whether the pairs of the indexer's rotary channels are adjacent, as in GLM-5.
+        indexer_types: for each layer "full", it has an indexer, or "shared", it attends to the top-k keys that the
+            last indexer before it has found, as in GLM-5.2; None: all are full. Multi-token prediction has its own.
         extra: further keys of a configuration file, written back unchanged.
 
     Raises:
@@ -98,7 +102,7 @@ class ModelConfig:
     hidden_size: Size = 7168
     intermediate_size: Size = 18432
     moe_intermediate_size: Size = 2048
-    num_hidden_layers: Annotated[int, Range(at_least=1, at_most=1000)] = 61
+    num_hidden_layers: Annotated[int, Range(at_least=1, at_most=hf_config.MAX_LAYERS)] = 61
     first_k_dense_replace: Annotated[int, Range(at_least=0)] = 3
     num_nextn_predict_layers: Literal[0, 1] = 1
 
@@ -125,6 +129,7 @@ class ModelConfig:
     index_head_dim: HeadDim | None = None
     index_topk: Tokens | None = None
     indexer_rope_interleave: bool = False
+    indexer_types: tuple[IndexerType, ...] | None = None
 
     max_position_embeddings: Tokens = 163840
     rope_theta: Annotated[float, Range(above=1, at_most=1e18)] = 10000.0
@@ -153,6 +158,21 @@ class ModelConfig:
     def has_indexer(self) -> bool:
         """Whether attention is sparse, to the top-k keys of an indexer."""
         return self.index_topk is not None
+
+    @property
+    def shares_top_k(self) -> bool:
+        """Whether there are layers that attend to the top-k keys of an earlier layer's indexer."""
+        return "shared" in (self.indexer_types or ())
+
+    def has_own_indexer(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has an indexer. That of multi-token prediction is the last."""
+        return self.has_indexer and (self.indexer_types or ())[layer : layer + 1] != ("shared",)
+
+    def top_k_readers(self, layer: int) -> int:
+        """Count the layers that attend to the top-k keys of a layer's indexer: it, and the shared ones that follow."""
+        if not self.shares_top_k:
+            return 1
+        return 1 + len([*takewhile(lambda kind: kind == "shared", (self.indexer_types or ())[layer + 1 :])])
 
     def is_moe(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts. The multi-token prediction layer is the last and has them."""
@@ -218,9 +238,15 @@ class ModelConfig:
                 del config[name]
         if not self.indexer_rope_interleave:
             del config["indexer_rope_interleave"]
+        if self.indexer_types is None:
+            del config["indexer_types"]
         config |= self.extra
-        if (config["model_type"] in hf_config.SPARSE) != self.has_indexer:  # that of the file was another model's
+        is_sparse, is_glm = config["model_type"] in hf_config.SPARSE, config["model_type"] == hf_config.GLM
+        if (is_sparse, is_glm) != (self.has_indexer, self.indexer_rope_interleave):  # the file was another model's
             config |= named
+        types = [*(self.indexer_types or self.num_hidden_layers * ("full",))]
+        if self.has_indexer and hf_config.spelled_types(config) != types:
+            config["index_topk_pattern"] = "".join(kind[0].upper() for kind in types)
         return config
 
     @classmethod
@@ -404,6 +430,8 @@ def _check_indexer(c: ModelConfig) -> None:
     if not c.has_indexer and all(value is None for value in given.values()):
         if c.indexer_rope_interleave:
             raise ValueError("indexer_rope_interleave must be false: the model has no indexer")
+        if c.indexer_types is not None:
+            raise ValueError("indexer_types must not be given: the model has no indexer")
         return
     if missing := [name for name, value in given.items() if value is None]:
         raise ValueError(
@@ -418,4 +446,23 @@ def _check_indexer(c: ModelConfig) -> None:
         raise ValueError(
             f"index_head_dim must be a power of two from qk_rope_head_dim, {c.qk_rope_head_dim}, "
             f"to {MAX_INDEX_HEAD_DIM}, not {width}"
+        )
+    if c.indexer_types is not None:
+        _check_indexer_types(c, c.indexer_types)
+
+
+def _check_indexer_types(c: ModelConfig, types: tuple[IndexerType, ...]) -> None:
+    if len(types) != c.num_hidden_layers:
+        raise ValueError(
+            f"indexer_types (or index_topk_pattern) must name each of the {c.num_hidden_layers} layers of the model "
+            f"(num_hidden_layers), not {len(types)}"
+        )
+    if not c.shares_top_k:
+        return
+    if types[0] == "shared":
+        raise ValueError("indexer_types must begin with 'full': there is no indexer before the first layer")
+    if not c.indexer_rope_interleave:
+        raise ValueError(
+            "indexer_types (or index_topk_pattern, index_topk_freq) must be 'full' for each layer unless "
+            f"indexer_rope_interleave is true: only a {hf_config.GLM} has layers that share top-k keys"
         )

@@ -11,6 +11,7 @@ block is the layer after the last one.
 Source: DeepSeek-V3 (arXiv 2412.19437) §2, figures 2 and 3.  Shapes: B batch, S sequence, D model, V vocabulary.
 """
 
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 
@@ -26,9 +27,9 @@ from octile.nn.fused.feed_forward import can_fuse_size
 from octile.nn.fused.fusion import has_hooks
 from octile.nn.fused.pre_norm import pre_norm
 from octile.nn.gate import Gate
-from octile.nn.indexer import Indexer
+from octile.nn.indexer import Indexer, IndexReader
 from octile.nn.linear import BatchInvariantHead, recipe_of, with_class
-from octile.nn.mla import MLA
+from octile.nn.mla import MLA, SharingMLA
 from octile.nn.mlp import MLP
 from octile.nn.moe import Experts, MoE
 from octile.nn.norm import RMSNorm
@@ -45,7 +46,7 @@ class Block(nn.Module):
     def __init__(self, c: ModelConfig, layer: int):
         super().__init__()
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn = _attention(c)
+        self.self_attn = _attention(c, layer)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = _mixture(c) if c.is_moe(layer) else MLP(c.hidden_size, c.intermediate_size)
 
@@ -60,6 +61,24 @@ class Block(nn.Module):
         x_BSD = x_BSD + self.self_attn(normed, cos_sin, texts)
         x_BSD, normed = pre_norm(x_BSD, self.post_attention_layernorm, self.mlp)
         return x_BSD + self.mlp(normed)
+
+
+class SharingBlock(Block):
+    """A layer of a model in which layers share top-k keys: it passes on what the last indexer has found."""
+
+    def forward(  # type: ignore[override]
+        self, x_BSD: Tensor, cos_sin: CosSin, texts: TextBorders | None = None, *found: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Return the block's output, [B, S, D], and what `SharingMLA.forward` passes on.
+
+        Args:
+            x_BSD: the input.
+            cos_sin, texts, found: as in `SharingMLA.forward`.
+        """
+        x_BSD, normed = pre_norm(x_BSD, self.input_layernorm, self.self_attn)
+        o_BSD, *found = self.self_attn(normed, cos_sin, texts, *found)
+        x_BSD, normed = pre_norm(x_BSD + o_BSD, self.post_attention_layernorm, self.mlp)
+        return x_BSD + self.mlp(normed), *found
 
 
 class MTPBlock(Block):
@@ -90,7 +109,8 @@ class Trunk(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
-        blocks = [Block(c, layer) for layer in range(c.num_hidden_layers)]
+        block = SharingBlock if c.shares_top_k else Block
+        blocks = [block(c, layer) for layer in range(c.num_hidden_layers)]
         blocks += [MTPBlock(c, c.num_hidden_layers + depth) for depth in range(c.num_nextn_predict_layers)]
         self.layers = nn.ModuleList(blocks)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
@@ -230,6 +250,10 @@ class DeepseekV3(nn.Module):
 
     def indexers(self) -> list[Indexer]:
         """Return the indexers of all layers, that of multi-token prediction included; none where attention is dense."""
+        return [reader for reader in self.index_readers() if isinstance(reader, Indexer)]
+
+    def index_readers(self) -> list[IndexReader]:
+        """Return what holds the alignment losses: the indexers, and in layers that share one its `IndexReader`."""
         attentions = [getattr(layer, "self_attn", None) for layer in self.model.layers]
         return [a.indexer for a in attentions if isinstance(a, MLA) and a.indexer is not None]
 
@@ -257,10 +281,22 @@ class DeepseekV3(nn.Module):
     def _main(self, tokens_BS: Tensor, texts: PackedTexts | None = None) -> tuple[Tensor, CosSin]:
         """Return what the head reads, normalized [B, S, D], and the cosines and sines of the positions."""
         cos_sin, *borders = self._positions(tokens_BS, texts)
-        x_BSD = self._embedded(tokens_BS)
-        for layer in self.model.layers[: self.config.num_hidden_layers]:
-            x_BSD = layer(x_BSD, cos_sin, *borders)
-        return self.model.norm(x_BSD), cos_sin
+        layers = self.model.layers[: self.config.num_hidden_layers]
+        return self.model.norm(self._through(layers, self._embedded(tokens_BS), cos_sin, *borders)), cos_sin
+
+    def _through(
+        self, layers: Iterable[nn.Module], x_BSD: Tensor, cos_sin: CosSin, texts: TextBorders | None = None
+    ) -> Tensor:
+        """Return the output of the last of some consecutive layers, [B, S, D]."""
+        if not self.config.shares_top_k:
+            borders = () if texts is None else (texts,)
+            for layer in layers:
+                x_BSD = layer(x_BSD, cos_sin, *borders)
+            return x_BSD
+        found: Sequence[Tensor | None] = ()
+        for layer in layers:
+            x_BSD, *found = layer(x_BSD, cos_sin, texts, *found)
+        return x_BSD
 
     def _positions(self, tokens_BS: Tensor, texts: PackedTexts | None) -> tuple[CosSin] | tuple[CosSin, TextBorders]:
         """Return what layers get besides activations: cosines and sines, and the borders of packed texts."""
@@ -288,10 +324,10 @@ class DeepseekV3(nn.Module):
             balance = balance + self._pop_balance_loss(balance_before)
         self.last_losses = {"main": main.detach(), "mtp": mtp.detach(), "balance": balance.detach()}
         loss = main + self.mtp_loss_weight * mtp + balance
-        if indexers := self.indexers():
+        if readers := self.index_readers():
             alignment = torch.zeros_like(main)
-            for indexer in indexers:
-                alignment = alignment + indexer.pop_alignment_loss()
+            for reader in readers:
+                alignment = alignment + reader.pop_alignment_loss()
             self.last_losses["indexer"] = alignment.detach()
             loss = loss + alignment
         return loss
@@ -313,8 +349,8 @@ class DeepseekV3(nn.Module):
     def _pop_losses(self) -> None:
         """Forget the losses that layers have left in a forward pass without labels."""
         self._pop_balance_loss()
-        for indexer in self.indexers():
-            indexer.pop_alignment_loss()
+        for reader in self.index_readers():
+            reader.pop_alignment_loss()
 
     def _pop_balance_loss(self, before: Tensor | int = 0) -> Tensor | float:
         return sum((moe.pop_balance_loss() for moe in self.moe_layers().values()), before)
@@ -374,12 +410,9 @@ def rope_of(c: ModelConfig) -> Rope:
     return Rope(c.qk_rope_head_dim, c.rope_theta, **(asdict(c.rope_scaling) if c.rope_scaling else {}))
 
 
-def _attention(c: ModelConfig) -> MLA:
-    indexer = None
-    if c.index_n_heads and c.index_head_dim and c.index_topk and c.q_lora_rank:
-        sizes = c.index_n_heads, c.index_head_dim, c.index_topk
-        indexer = Indexer(c.hidden_size, c.q_lora_rank, *sizes, c.indexer_rope_interleave)
-    return MLA(
+def _attention(c: ModelConfig, layer: int) -> MLA:
+    attention = SharingMLA if c.shares_top_k and layer < c.num_hidden_layers else MLA
+    return attention(
         c.hidden_size,
         c.num_attention_heads,
         q_lora_rank=c.q_lora_rank,
@@ -388,8 +421,18 @@ def _attention(c: ModelConfig) -> MLA:
         qk_rope_head_dim=c.qk_rope_head_dim,
         v_head_dim=c.v_head_dim,
         softmax_factor=rope_of(c).softmax_factor,
-        indexer=indexer,
+        indexer=_index_reader(c, layer),
     )
+
+
+def _index_reader(c: ModelConfig, layer: int) -> IndexReader | None:
+    if not (c.index_n_heads and c.index_head_dim and c.index_topk and c.q_lora_rank):
+        return None
+    if not c.has_own_indexer(layer):
+        first = max(i for i in range(layer) if c.has_own_indexer(i))
+        return IndexReader(c.top_k_readers(first))
+    sizes = c.index_n_heads, c.index_head_dim, c.index_topk
+    return Indexer(c.hidden_size, c.q_lora_rank, *sizes, c.indexer_rope_interleave, c.top_k_readers(layer))
 
 
 def _mixture(c: ModelConfig) -> MoE:

@@ -12,8 +12,8 @@ As in PaLM's appendix B, a token of a training step costs
     Q         the size of a head. In latent attention queries and keys have another size than values: Q is the mean.
 
 With indexers a query attends to index_topk keys at most; their weights, and their logits for all T keys, count like the
-rest, although no gradient of their inputs is needed. Attention counts with the channels of the heads' keys and values,
-also where it reads latents, which have more.
+rest, although no gradient of their inputs is needed. A layer that shares the keys of another one's indexer has neither.
+Attention counts with the channels of the heads' keys and values, also where it reads latents, which have more.
 
 The layer of multi-token prediction counts like the others, and the head once more for it, since both are trained.
 What is recomputed in the backward pass does not count.
@@ -50,7 +50,7 @@ def multiply_adds(config: ModelConfig, keys: float) -> dict[str, float]:
         Those of "layers" (all linear layers of blocks), "head", "attention" (q · kᵀ and p · v), "gate" and "indexer".
     """
     used = _weight_flops(count_parameters(config).main_active)
-    index_flops = used["indexer"] + config.num_hidden_layers * _index_logits(config, keys)
+    index_flops = used["indexer"] + sum(_index_logits(config, i, keys) for i in range(config.num_hidden_layers))
     return {**used, "attention": _attention(config, keys), "indexer": index_flops}
 
 
@@ -64,8 +64,11 @@ def layer_multiply_adds(config: ModelConfig, keys: float) -> tuple[float, ...]:
     Returns:
         Those of each layer; the last one's contain those of the head and of multi-token prediction.
     """
-    attention = _attention(config, keys) / config.num_hidden_layers + _index_logits(config, keys)
-    every = [sum(_weight_flops(used).values()) + attention for used in active_by_layer(config)]
+    attention = _attention(config, keys) / config.num_hidden_layers
+    every = [
+        sum(_weight_flops(used).values()) + attention + _index_logits(config, layer, keys)
+        for layer, used in enumerate(active_by_layer(config))
+    ]
     *layers, last = every[: config.num_hidden_layers]
     predicted = every[config.num_hidden_layers :]
     return (*layers, last + sum(predicted) + (1 + len(predicted)) * multiply_adds(config, keys)["head"])
@@ -82,7 +85,8 @@ def train_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     total = sum(main.values())
     if config.num_nextn_predict_layers:
         total += sum(_weight_flops(count_parameters(config).mtp_active).values())
-        total += main["head"] + main["attention"] / config.num_hidden_layers + _index_logits(config, sequence_length)
+        layer = config.num_hidden_layers
+        total += main["head"] + main["attention"] / layer + _index_logits(config, layer, sequence_length)
     return 6 * total
 
 
@@ -102,6 +106,8 @@ def _attention(config: ModelConfig, keys: float) -> float:
     return config.num_hidden_layers * channels * min(keys, config.index_topk or keys)
 
 
-def _index_logits(config: ModelConfig, keys: float) -> float:
+def _index_logits(config: ModelConfig, layer: int, keys: float) -> float:
     """Those of a layer's logits: products of queries and keys, and of their scores with the heads' weights."""
+    if not config.has_own_indexer(layer):
+        return 0
     return (config.index_n_heads or 0) * ((config.index_head_dim or 0) + 1) * keys

@@ -11,6 +11,10 @@ are read; the first, which every inference engine supports, is written.  There a
 DeepSeek-V3.2 (`deepseek_v32`) is V3 with an indexer that chooses `index_topk` tokens for each token's attention, and
 GLM-5 (`glm_moe_dsa`) is V3.2 with adjacent pairs of the indexer's rotary channels. The indexer's fields are read for
 these model types alone.
+
+In GLM-5.2 most layers have no indexer and reuse the tokens that an earlier one has chosen. Three spellings say which,
+and the first of them that a file has decides, as in transformers: `indexer_types`, `index_topk_pattern`, and
+`index_topk_freq` with `index_skip_topk_offset`. Engines read only the others: what is written says the same in both.
 """
 
 import warnings
@@ -53,6 +57,8 @@ MODEL_TYPES = ("deepseek_v3", "deepseek_v2", "deepseek_v32", "kimi_k2", "glm_moe
 GLM = "glm_moe_dsa"
 SPARSE = ("deepseek_v32", GLM)  # the model types with sparse attention
 INDEXER = ("index_n_heads", "index_head_dim", "index_topk")  # fields that it needs and others do not have
+MAX_LAYERS = 1000
+PATTERN = {"F": "full", "S": "shared"}  # of the letters of `index_topk_pattern`
 V2_DEFAULTS: dict[str, Any] = {
     "topk_method": "greedy",
     "scoring_func": "softmax",
@@ -74,6 +80,8 @@ class ExtraKeys:
 
     architectures: tuple[str, ...] | None = None
     dtype: str | None = None
+    index_share_for_mtp_iteration: bool | None = None
+    index_skip_topk_offset: int | None = None
     index_topk_freq: int | None = None
     index_topk_pattern: str | tuple[str, ...] | None = None
     indexer_types: tuple[str, ...] | None = None
@@ -127,6 +135,8 @@ def parse(config: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     defaults = DEFAULTS.get(str(config.get("model_type")), {})
     found = {"num_nextn_predict_layers": 0, **defaults, **given, **_rope(config)}
     implied = {*known, *COMPUTED, "num_key_value_heads", "rope_parameters"}
+    if is_sparse:
+        found["indexer_types"] = _indexer_types(config)
     return {**found, "extra": {k: v for k, v in config.items() if k not in implied}}
 
 
@@ -165,18 +175,7 @@ def _check_computed(config: Mapping[str, Any]) -> None:
 
 
 def _check_layers(config: Mapping[str, Any]) -> None:
-    """Check that each layer of a GLM-5 has an indexer of its own, and experts where `first_k_dense_replace` says so."""
-    shares = {
-        "indexer_types": not set(config.get("indexer_types") or ()) <= {"full"},
-        "index_topk_pattern": not set(config.get("index_topk_pattern") or ()) <= {"F", "full"},
-        "index_topk_freq": (config.get("index_topk_freq") or 1) > 1,
-    }
-    deciding = next((name for name in shares if config.get(name) is not None), None)  # as in transformers
-    if deciding is not None and shares[deciding]:
-        raise ValueError(
-            f"{deciding} has layers that share the top-k keys of an earlier layer's indexer, as in GLM-5.2, but this "
-            "model computes an indexer in each layer"
-        )
+    """Check the indexers' rotary channels of a GLM-5, and that it has experts where `first_k_dense_replace` says so."""
     if config.get("indexer_rope_interleave") not in (None, True):
         raise ValueError(f"indexer_rope_interleave must be true in a {GLM}, as transformers computes it")
     layers, n_dense = config.get("mlp_layer_types"), config.get("first_k_dense_replace")
@@ -184,6 +183,36 @@ def _check_layers(config: Mapping[str, Any]) -> None:
         return
     if list(layers) != ["dense"] * n_dense + ["sparse"] * (len(layers) - n_dense):
         raise ValueError(f"mlp_layer_types must be {n_dense} × 'dense' (first_k_dense_replace), then 'sparse'")
+
+
+def _indexer_types(config: Mapping[str, Any]) -> list[str] | None:
+    """Read `indexer_types` from the spelling that decides; None if each layer has an indexer of its own.
+
+    Raises:
+        ValueError: a letter of `index_topk_pattern` is unknown.
+    """
+    if config.get("indexer_types") is not None:
+        return [*config["indexer_types"]]
+    types = spelled_types(config)
+    return types if "shared" in types else None
+
+
+def spelled_types(config: Mapping[str, Any]) -> list[str]:
+    """Return what a configuration would have as `indexer_types` by its other spellings.
+
+    Raises:
+        ValueError: a letter of `index_topk_pattern` is unknown.
+    """
+    if (pattern := config.get("index_topk_pattern")) is not None:
+        if unknown := sorted({*pattern} - {*PATTERN, *PATTERN.values()}):
+            raise ValueError(f"index_topk_pattern must consist of F (full) and S (shared), not {quoted(unknown[0])}")
+        return [PATTERN.get(each, each) for each in pattern]
+    freq, offset = config.get("index_topk_freq"), config.get("index_skip_topk_offset")
+    n_layers = config["num_hidden_layers"]
+    if not isinstance(n_layers, int) or n_layers > MAX_LAYERS:  # refused later
+        return []
+    period, start = max(freq or 1, 1), (2 if offset is None else offset) - 1
+    return ["shared" if max(layer - start, 0) % period else "full" for layer in range(n_layers)]
 
 
 def _same(a: object, b: object) -> bool:

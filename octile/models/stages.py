@@ -65,9 +65,7 @@ class ModelStage(DeepseekV3):
         if self.is_first:
             self._check(x, None)
             x = self._embedded(x)
-        cos_sin = self._cos_sin(x)
-        for i in self.layers:
-            x = self.model.layers[i](x, cos_sin)
+        x = self._through([self.model.layers[i] for i in self.layers], x, self._cos_sin(x))
         total = self._pop_balance_loss(torch.zeros((), device=x.device) if balance is None else balance)
         assert isinstance(total, Tensor)  # the sum begins with one
         return self.model.norm(x) if self.is_last else x, total
@@ -99,7 +97,8 @@ def split_stages(model: DeepseekV3, stages: int | Sequence[range]) -> list[Model
             in order, such as `balanced_layers`. Multi-token prediction belongs to the last.
 
     Raises:
-        ValueError: there are more stages than layers, or none; or the stages do not have all layers in order.
+        ValueError: there are more stages than layers, or none; or the stages do not have all layers in order. Or there
+            are several stages of a model with indexers.
     """
     return [_stage(model, layers) for layers in _layers_of(model, stages)]
 
@@ -127,7 +126,12 @@ def balanced_layers(config: ModelConfig, placement: Sequence[Sequence[int]], seq
 
 
 def _layers_of(model: DeepseekV3, stages: int | Sequence[range]) -> Sequence[range]:
-    n_layers = model.config.num_hidden_layers
+    n_layers, n_stages = model.config.num_hidden_layers, stages if isinstance(stages, int) else len(stages)
+    if model.config.has_indexer and n_stages > 1:
+        raise ValueError(
+            f"stages must be 1 for a model with indexers, not {n_stages}: a stage passes on neither the indexers' "
+            "losses nor the top-k keys that layers share"
+        )
     if isinstance(stages, int):
         return even_layers(n_layers, stages)
     if [layer for layers in stages for layer in layers] != [*range(n_layers)] or not all(stages):

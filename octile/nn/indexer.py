@@ -13,7 +13,12 @@ Training has two stages. In the warm-up attention is dense, the rest of the mode
 distribution of attention over all keys. Then attention is sparse, and it learns the distribution over the top-k keys.
 Its inputs are detached: only this loss trains it, and it trains nothing else. Gradients pass through FP8's rounding.
 
-Source: DeepSeek-V3.2-Exp (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp) §1 and §2.1, inference/model.py.
+Layers may share the top-k keys of an earlier layer's indexer and have none of their own, as in GLM-5.2. Each of them
+adds the same loss of its own attention, and the indexer learns the mean of these losses, which has the gradient of the
+loss of the mean distribution.
+
+Source: DeepSeek-V3.2-Exp (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp) §1 and §2.1, inference/model.py; for shared
+keys IndexCache (arXiv 2603.12201) §3.2.
 Shapes: B batch, S queries, T keys, D model, L compressed query, G heads and E channels of the indexer, R rotary
 channels, K top-k keys.
 """
@@ -55,12 +60,61 @@ class IndexInput(NamedTuple):
     weights: Tensor
 
 
-class Indexer(nn.Module):
+class IndexReader(nn.Module):
+    """A layer that attends to the top-k keys of an indexer: the part that aligns the indexer with its attention.
+
+    Attributes:
+        alignment_loss: loss of the last forward pass in training mode, until it is popped.
+
+    Args:
+        n_readers: how many layers read the top-k keys of the indexer, by whose number the loss is divided.
+    """
+
+    def __init__(self, n_readers: int = 1):
+        super().__init__()
+        self.n_readers = n_readers
+        self.alignment_loss: Tensor | None = None
+
+    def align(self, index: IndexInput, q_BSHX: Tensor, k_BSHX: Tensor, scale: float) -> Tensor:
+        """Set `alignment_loss` to that of a forward pass with dense attention, and return the queries to attend with.
+
+        Args:
+            index: the result of `Indexer.forward` for the same tokens.
+            q_BSHX, k_BSHX: attention's queries and keys.
+            scale: factor of attention's scores.
+        """
+        loss = alignment_loss(*index, q_BSHX.detach(), k_BSHX.detach(), scale)
+        return self._leave_behind(loss, q_BSHX)
+
+    def align_top_k(self, index: IndexInput, top_k_BSK: Tensor, weights_BSK: Tensor, o_BSHV: Tensor) -> Tensor:
+        """Set `alignment_loss` to that of a forward pass with sparse attention, and return its result to compute with.
+
+        Args:
+            index: the result of `Indexer.forward` for the same tokens.
+            top_k_BSK: the result of `Indexer.top_k_keys`.
+            weights_BSK: float32, the mean over heads of attention's weights of these keys.
+            o_BSHV: attention's result.
+        """
+        loss = top_k_alignment_loss(*index, top_k_BSK, weights_BSK)
+        return self._leave_behind(loss, o_BSHV)
+
+    def _leave_behind(self, loss: Tensor, activation: Tensor) -> Tensor:
+        if self.n_readers > 1:
+            loss = loss / self.n_readers
+        return leave_behind(self, "alignment_loss", loss, activation)
+
+    def pop_alignment_loss(self) -> Tensor | float:
+        """Return the alignment loss of the last forward pass in training mode, once; 0 if there was none."""
+        loss, self.alignment_loss = self.alignment_loss, None
+        return 0.0 if loss is None else loss
+
+
+class Indexer(IndexReader):
     """The indexer of one layer; parameters are named as in the published checkpoints.
 
     Attributes:
         warm_up: whether this is the first stage of training: in training mode attention is dense.
-        alignment_loss: loss of the last forward pass in training mode, until it is popped.
+        alignment_loss: as in `IndexReader`.
 
     Args:
         hidden_size: D.
@@ -68,19 +122,26 @@ class Indexer(nn.Module):
         n_heads, head_dim: G and E.
         topk: K.
         interleaved: whether the pairs of rotary channels are adjacent.
+        n_readers: as in `IndexReader`.
     """
 
     def __init__(
-        self, hidden_size: int, q_lora_rank: int, n_heads: int, head_dim: int, topk: int, interleaved: bool = False
+        self,
+        hidden_size: int,
+        q_lora_rank: int,
+        n_heads: int,
+        head_dim: int,
+        topk: int,
+        interleaved: bool = False,
+        n_readers: int = 1,
     ):
-        super().__init__()
+        super().__init__(n_readers)
         self.n_heads, self.head_dim, self.topk, self.interleaved = n_heads, head_dim, topk, interleaved
         self.wq_b = nn.Linear(q_lora_rank, n_heads * head_dim, bias=False)
         self.wk = nn.Linear(hidden_size, head_dim, bias=False)
         self.k_norm = LayerNorm(head_dim)
         self.weights_proj = nn.Linear(hidden_size, n_heads, bias=False)
         self.warm_up = False
-        self.alignment_loss: Tensor | None = None
 
     def forward(self, x_BSD: Tensor, q_latent_BSL: Tensor, cos_sin: CosSin) -> IndexInput:
         """Compute queries, keys and weights.
@@ -123,29 +184,6 @@ class Indexer(nn.Module):
                 logits = mqa_logits(q, k, k_scale, weights, *seen, 0, False, torch.float32)
                 top_k_BSK[i, block] = top_keys(logits, *seen, self.topk)
         return top_k_BSK
-
-    def align(self, index: IndexInput, q_BSHX: Tensor, k_BSHX: Tensor, scale: float) -> Tensor:
-        """Set `alignment_loss` to that of a forward pass with dense attention, and return the queries to attend with.
-
-        Args:
-            index: the result of `forward` for the same tokens.
-            q_BSHX, k_BSHX: attention's queries and keys.
-            scale: factor of attention's scores.
-        """
-        loss = alignment_loss(*index, q_BSHX.detach(), k_BSHX.detach(), scale)
-        return leave_behind(self, "alignment_loss", loss, q_BSHX)
-
-    def align_top_k(self, index: IndexInput, top_k_BSK: Tensor, weights_BSK: Tensor, o_BSHV: Tensor) -> Tensor:
-        """Set `alignment_loss` to that of a forward pass with sparse attention, and return its result to compute with.
-
-        Args:
-            index: the result of `forward` for the same tokens.
-            top_k_BSK: the result of `top_k_keys`.
-            weights_BSK: float32, the mean over heads of attention's weights of these keys.
-            o_BSHV: attention's result.
-        """
-        loss = top_k_alignment_loss(*index, top_k_BSK, weights_BSK)
-        return leave_behind(self, "alignment_loss", loss, o_BSHV)
 
     def pop_alignment_loss(self) -> Tensor | float:
         """Return the alignment loss of the last forward pass in training mode, once; 0 if there was none.

@@ -13,6 +13,9 @@ hooks or a bias, was replaced, as by an adapter, or whose weight is sharded over
 on a GPU unless latents have 512 + 64 channels and are BF16. Keys and values are computed then, and attention takes the
 time of dense attention (`octile.nn.fused.top_k_attention`).
 
+In GLM-5.2 several layers attend to the top-k keys of one indexer: the first of them has it, and passes on what it has
+found (`SharingMLA`).
+
 Source: DeepSeek-V2 (arXiv 2405.04434) §2.1, DeepSeek-V3 (arXiv 2412.19437) §2.1.1.
 Shapes: B batch, S tokens, D model, H heads, C latent, R rotary key, N the rest of a head's key, V a head's value,
 W = C + R, K top-k keys.
@@ -34,7 +37,7 @@ from octile.nn.fused.shared_quantization import shared_quantization
 from octile.nn.fused.sparse_latent_attention import sparse_latent_attention, why_not_absorbed
 from octile.nn.fused.text_attention import text_attention
 from octile.nn.fused.top_k_attention import top_k_attention, top_k_weights
-from octile.nn.indexer import Indexer, IndexInput
+from octile.nn.indexer import Indexer, IndexInput, IndexReader
 from octile.nn.norm import RMSNorm
 from octile.nn.packed_texts import TextBorders
 from octile.nn.rope import CosSin
@@ -55,7 +58,8 @@ class MLA(FusableModule):
         q_lora_rank: rank of the compressed queries; None projects them directly.
         kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim: C, R, N, V.
         softmax_factor: what YaRN multiplies the softmax scale by.
-        indexer: finds the top-k keys of each query, from compressed queries; None: attention is dense.
+        indexer: finds the top-k keys of each query, from compressed queries, or, in a `SharingMLA`, reads those that
+            an earlier layer has found; None: attention is dense.
 
     Raises:
         ValueError: there is an indexer, and no compressed queries.
@@ -72,7 +76,7 @@ class MLA(FusableModule):
         qk_rope_head_dim: int,
         v_head_dim: int,
         softmax_factor: float = 1.0,
-        indexer: Indexer | None = None,
+        indexer: IndexReader | None = None,
     ):
         if indexer is not None and q_lora_rank is None:
             raise ValueError("q_lora_rank must be a number where there is an indexer, which reads compressed queries")
@@ -117,19 +121,7 @@ class MLA(FusableModule):
         if texts is not None:
             return self._attend_within_texts(x, cos_sin, texts)
 
-        q_BSHX, latent_BSW, q_latent_BSL = self._projections(x)
-        q_BSHX = rotate(q_BSHX, cos_sin)
-        latent_BSC, k_rope_BSR = latent_BSW.split(self.latent_split, dim=-1)
-        latent_BSC = self.kv_a_layernorm(latent_BSC)
-        index = top_k_BSK = None
-        if self.indexer is not None and q_latent_BSL is not None:
-            index = self.indexer(x, q_latent_BSL, cos_sin)
-            top_k_BSK = self.indexer.top_k_keys(*index)
-        if index is None or top_k_BSK is None:
-            o_BSHV = self._attend(q_BSHX, latent_BSC, k_rope_BSR, cos_sin, index)
-        else:
-            o_BSHV = self._attend_to_top_k(q_BSHX, latent_BSC, k_rope_BSR, cos_sin, index, top_k_BSK)
-        return self.o_proj(o_BSHV.flatten(-2))
+        return self._attended(x, cos_sin)[0]
 
     def decide_fusion(self) -> Fusion | None:
         """Return how projections and norms are fused, or None if they are called one after the other."""
@@ -164,6 +156,34 @@ class MLA(FusableModule):
             return served_attention(x_q, self.kv_a_layernorm(latent_TC), *after).view(*x.shape[:-1], -1)
         _, x_kv = norm_block_input(latent_TC, self.kv_a_layernorm, recipe)
         return latent_attention(x_q, x_kv, *after, texts).view(*x.shape[:-1], -1)
+
+    def _attended(
+        self, x_BSD: Tensor, cos_sin: CosSin, found: tuple[IndexInput | None, Tensor | None] | None = None
+    ) -> tuple[Tensor, IndexInput | None, Tensor | None]:
+        """Attend within sequences, by layers that are not fused.
+
+        Args:
+            x_BSD, cos_sin: as in `forward`.
+            found: the inputs of the logits and the top-k keys of an indexer; None: those of its own, if it has one.
+
+        Returns:
+            the output [B, S, D], and what was found.
+        """
+        q_BSHX, latent_BSW, q_latent_BSL = self._projections(x_BSD)
+        q_BSHX = rotate(q_BSHX, cos_sin)
+        latent_BSC, k_rope_BSR = latent_BSW.split(self.latent_split, dim=-1)
+        latent_BSC = self.kv_a_layernorm(latent_BSC)
+        index = top_k_BSK = None
+        if found is not None:
+            index, top_k_BSK = found
+        elif isinstance(self.indexer, Indexer) and q_latent_BSL is not None:
+            index = self.indexer(x_BSD, q_latent_BSL, cos_sin)
+            top_k_BSK = self.indexer.top_k_keys(*index)
+        if top_k_BSK is None:
+            o_BSHV = self._attend(q_BSHX, latent_BSC, k_rope_BSR, cos_sin, index)
+        else:
+            o_BSHV = self._attend_to_top_k(q_BSHX, latent_BSC, k_rope_BSR, cos_sin, index, top_k_BSK)
+        return self.o_proj(o_BSHV.flatten(-2)), index, top_k_BSK
 
     def _projections(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute the queries [B, S, H, N + R], the latents with the rotary key [B, S, W], and compressed queries."""
@@ -202,7 +222,7 @@ class MLA(FusableModule):
         latent_BSC: Tensor,
         k_rope_BSR: Tensor,
         cos_sin: CosSin,
-        index: IndexInput,
+        index: IndexInput | None,
         top_k_BSK: Tensor,
     ) -> Tensor:
         """Attend to the top-k keys of each query: [B, S, H, V]."""
@@ -218,9 +238,52 @@ class MLA(FusableModule):
             o_BSHV = top_k_attention(q_BSHX, k_BSHX, v_BSHV, top_k_BSK, scale)
             if self.training:
                 weights_BSK = top_k_weights(q_BSHX, k_BSHX, top_k_BSK, scale)
-        return o_BSHV if weights_BSK is None else self.indexer.align_top_k(index, top_k_BSK, weights_BSK, o_BSHV)
+        if index is None or weights_BSK is None:
+            return o_BSHV
+        return self.indexer.align_top_k(index, top_k_BSK, weights_BSK, o_BSHV)
 
     def _keys_and_values(self, latent_BSC: Tensor, k_rope_BSR: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
         """Compute keys [B, S, H, X], with rotary keys shared by all heads, and values [B, S, H, V]."""
         kv_BSHY = self.kv_b_proj(latent_BSC).unflatten(-1, (self.num_heads, -1))
         return latent_keys_and_values(kv_BSHY, k_rope_BSR, cos_sin, self.kv_split[0])
+
+
+class SharingMLA(MLA):
+    """Attention of a model in which layers share top-k keys: one with an `Indexer`, or one that reads what it found.
+
+    Args:
+        indexer: an `Indexer`, or the `IndexReader` of a layer without one.
+    """
+
+    def forward(  # type: ignore[override]
+        self, x_BSD: Tensor, cos_sin: CosSin, texts: TextBorders | None = None, *found: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Attend as `MLA.forward` does, and pass on what the indexer has found.
+
+        All results are tensors or None, and none is in a container, so that activation checkpointing of either kind
+        passes gradients on.
+
+        Args:
+            x_BSD, cos_sin, texts: as in `MLA.forward`.
+            found: what the layer before has returned besides its output; nothing if there is none.
+
+        Returns:
+            the output [B, S, D]; in training mode `IndexInput`'s three, with their gradients, otherwise None; the
+            top-k keys, int32 [B, S, K], or None if each query attends to all keys that it sees.
+
+        Raises:
+            ValueError: there are texts, or the layer has no indexer and nothing was found.
+        """
+        x = self.fused_input(x_BSD)
+        assert isinstance(x, Tensor)  # with an indexer nothing is fused
+        if texts is not None:
+            return (self._attend_within_texts(x, cos_sin, texts),)  # raises
+        read = None
+        if not isinstance(self.indexer, Indexer):
+            if not found:
+                raise ValueError("found must be what an earlier layer's indexer has found: this layer has no indexer")
+            q, k, weights, top_k_BSK = found
+            read = None if q is None or k is None or weights is None else IndexInput(q, k, weights), top_k_BSK
+        o_BSD, index_input, top_k_BSK = self._attended(x, cos_sin, read)
+        passed = index_input if self.training and index_input is not None else (None, None, None)
+        return o_BSD, *passed, top_k_BSK

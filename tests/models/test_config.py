@@ -1,3 +1,4 @@
+import itertools
 import json
 import re
 import subprocess
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import DeepseekV3Config
+from transformers import DeepseekV3Config, GlmMoeDsaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from octile.models.config import PRESETS, ModelConfig, RopeScaling
@@ -214,8 +215,22 @@ PUBLISHED_GLM_5 = {
     "v_head_dim": 256,
     "vocab_size": 154880,
 }
+INDEXER_TYPES = ["full" if layer < 3 or layer % 4 == 2 else "shared" for layer in range(78)]
+PUBLISHED_GLM_52 = {
+    **PUBLISHED_GLM_5,
+    "head_dim": 192,
+    "index_share_for_mtp_iteration": True,
+    "index_skip_topk_offset": 3,
+    "index_topk_freq": 4,
+    "index_topk_pattern": None,
+    "indexer_types": INDEXER_TYPES,
+    "max_position_embeddings": 1048576,
+    "mlp_layer_types": [*3 * ["dense"], *75 * ["sparse"]],
+    "rope_parameters": {"rope_theta": 8000000, "rope_type": "default"},
+}
 PUBLISHED = {
     "GLM-5": PUBLISHED_GLM_5,
+    "GLM-5.2": PUBLISHED_GLM_52,
     "V3": PUBLISHED_V3,
     "V3.1": PUBLISHED_V31,
     "V2-Lite": PUBLISHED_V2_LITE,
@@ -466,15 +481,72 @@ def test_a_glm_5_may_name_what_its_layers_are(changes):
     assert ModelConfig.from_hf({**PUBLISHED_GLM_5, **changes}).num_hidden_layers == 78
 
 
+def spelled(**spelling: Any) -> dict[str, Any]:
+    """GLM-5.2's configuration with another spelling of its shared layers."""
+    others = ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
+    return {key: value for key, value in PUBLISHED_GLM_52.items() if key not in others} | spelling
+
+
+PERIOD = {"index_topk_freq": 4, "index_skip_topk_offset": 3}
+LETTERS = "".join(kind[0].upper() for kind in INDEXER_TYPES)
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        PERIOD,
+        {"index_topk_pattern": LETTERS},
+        {"index_topk_pattern": INDEXER_TYPES},
+        {"indexer_types": INDEXER_TYPES, "index_topk_pattern": "F", "index_topk_freq": 2},
+        {"index_topk_pattern": LETTERS, "index_topk_freq": 2},
+    ],
+)
+def test_shared_layers_are_read_in_each_spelling_as_transformers_does(spelling):
+    config = ModelConfig.from_hf(spelled(**spelling))
+    assert [*config.indexer_types] == INDEXER_TYPES == GlmMoeDsaConfig(**spelled(**spelling)).indexer_types
+
+
+def test_the_shared_layers_are_those_of_transformers_for_any_period():
+    for freq, offset in itertools.product((0, 1, 2, 5), (None, 1, 4)):
+        spelling = {"index_topk_freq": freq} | ({} if offset is None else {"index_skip_topk_offset": offset})
+        expected = GlmMoeDsaConfig(**spelled(**spelling)).indexer_types
+        found = ModelConfig.from_hf(spelled(**spelling)).indexer_types
+        assert [*(found or 78 * ["full"])] == expected
+
+
+@pytest.mark.parametrize("spelling", [{}, {"indexer_types": INDEXER_TYPES, **PERIOD, "index_topk_freq": 2}])
+def test_what_is_written_says_the_same_in_the_spelling_that_engines_read(spelling):
+    """By a rewritten list, or by one that a file has beside another period."""
+    config = replace(ModelConfig.from_hf(spelled(**spelling)), indexer_types=tuple(INDEXER_TYPES))
+    written = config.to_hf()
+    assert (written["indexer_types"], written["index_topk_pattern"]) == (tuple(INDEXER_TYPES), LETTERS)
+    own = replace(config, indexer_types=None).to_hf()
+    assert "indexer_types" not in own
+    assert own.get("index_topk_pattern") == (None if not spelling else 78 * "F")
+
+
+def test_the_layers_that_read_the_top_k_keys_of_an_indexer_are_counted():
+    config = ModelConfig.from_hf(PUBLISHED_GLM_52)
+    own = [layer for layer in range(79) if config.has_own_indexer(layer)]
+    assert own == [0, 1, 2, *range(6, 78, 4), 78]
+    assert [config.top_k_readers(layer) for layer in own] == [1, 1, *19 * [4], 1]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"indexer_types": ["full", "shared"]}, "indexer_types has layers that share the top-k keys of an earlier"),
-        ({"index_topk_freq": 4}, "index_topk_freq has layers that share the top-k keys of an earlier layer's indexer"),
-        ({"index_topk_pattern": "FFSS"}, "index_topk_pattern has layers that share the top-k keys"),
+        ({"indexer_types": ["full", "shared"]}, "indexer_types .* must name each of the 78 layers .*, not 2"),
+        ({"indexer_types": [*77 * ["full"], "none"]}, "indexer_types must be full or shared, not 'none'"),
+        ({"indexer_types": [*77 * ["shared"], "full"]}, "indexer_types must begin with 'full'"),
+        ({"index_topk_pattern": "FFSS"}, r"\(or index_topk_pattern\) must name each of the 78 layers .*, not 4"),
+        ({"index_topk_pattern": 78 * "X"}, r"index_topk_pattern must consist of F \(full\) and S \(shared\), not 'X'"),
         ({"indexer_rope_interleave": False}, "indexer_rope_interleave must be true in a glm_moe_dsa"),
         ({"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types must be 3 × 'dense' .*, then 'sparse'"),
         ({"indexer_types": 7}, "indexer_types must be null or a list, each text, not 7"),
+        (
+            {"model_type": "deepseek_v32", "indexer_rope_interleave": False, "index_topk_freq": 4},
+            r"indexer_types \(or index_topk_pattern, index_topk_freq\) must be 'full' for each layer .* a glm_moe_dsa",
+        ),
         (
             {"model_type": "deepseek_v3", "index_n_heads": None, "index_head_dim": None, "index_topk": None},
             "no indexer",

@@ -10,6 +10,7 @@ from octile.train.config import OptimConfig
 from tests.train.conftest import MICRO
 
 SPARSE = replace(MICRO, index_n_heads=4, index_head_dim=16, index_topk=8)
+SHARED = replace(SPARSE, indexer_rope_interleave=True, indexer_types=("full", "shared"))
 
 
 def weights(trainer) -> dict[str, torch.Tensor]:
@@ -26,8 +27,9 @@ def test_the_warm_up_changes_the_indexers_alone_and_no_bias_of_a_gate(new_traine
     assert changed == {name for name in before if ".indexer." in name}
 
 
-def test_the_sparse_stage_changes_every_weight(new_trainer):
-    trainer = new_trainer(model=SPARSE, indexer_stage="sparse")
+@pytest.mark.parametrize("model", [SPARSE, SHARED], ids=["indexer in each layer", "shared"])
+def test_the_sparse_stage_changes_every_weight(new_trainer, model):
+    trainer = new_trainer(model=model, indexer_stage="sparse")
     before = weights(trainer)
     trainer.step()
     assert [name for name, t in weights(trainer).items() if torch.equal(t, before[name])] == []

@@ -173,8 +173,8 @@ def explain_out_of_memory(config: TrainConfig, device: torch.device, trainer: Tr
                 f"out of memory at step {step} on the {device.type}: use more --micro-batches (now "
                 f"{config.micro_batches}), a smaller model, or more ranks"
             ) from error
-        for indexer in trainer.model.indexers():
-            indexer.pop_alignment_loss()
+        for reader in trainer.model.index_readers():
+            reader.pop_alignment_loss()
         need = _measure(trainer)
         raise MemoryError(f"out of memory at step {step} on the {device.type}: {advice(config, need)}") from error
 

@@ -36,7 +36,7 @@ SHAPE = (  # fields of the model that determine its weights and their shapes
     *("first_k_dense_replace", "num_nextn_predict_layers", "num_attention_heads", "q_lora_rank", "kv_lora_rank"),
     *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts", "n_shared_experts", "topk_method"),
 )
-INDEXER_SHAPE = ("index_n_heads", "index_head_dim")  # those of its indexers
+INDEXER_SHAPE = ("index_n_heads", "index_head_dim", "indexer_types")  # those of its indexers
 OPTIM = OptimConfig(lr=5e-6, warmup=0.0, decay=1.0, final_lr=0.2, balance_speed=0.0)
 
 

@@ -78,14 +78,15 @@ def test_compared_settings_are_all_that_decide_the_shapes_of_weights():
         return {name: tensor.shape for name, tensor in meta_model(config).state_dict().items()}
 
     usual = replace(ModelConfig.tiny(), num_nextn_predict_layers=1)
-    of_indexers = (*INDEXER, "indexer_rope_interleave")
+    of_indexers = (*INDEXER, "indexer_rope_interleave", "indexer_types")
     names = [f.name for f in fields(usual) if f.name not in (*ANOTHER, *of_indexers)]
     changed = {name: replace(usual, **{name: 2 * getattr(usual, name)}) for name in names}
     changed |= {name: replace(usual, **{name: value}) for name, value in ANOTHER.items()}
     assert {name for name, other in changed.items() if shapes(other) != shapes(usual)} == set(SHAPE)
     sparse = replace(usual, **INDEXER)
     changed = {name: replace(sparse, **{name: 2 * value}) for name, value in INDEXER.items()}
-    changed["indexer_rope_interleave"] = replace(sparse, indexer_rope_interleave=True)
+    changed["indexer_rope_interleave"] = glm = replace(sparse, indexer_rope_interleave=True)
+    changed["indexer_types"] = replace(glm, indexer_types=("full", "shared"))
     assert {name for name, other in changed.items() if shapes(other) != shapes(sparse)} == set(INDEXER_SHAPE)
 
 

@@ -42,7 +42,8 @@ from tests.train.conftest import MICRO, collect_steps_by, micro
 from tests.worlds import run_cases
 
 STEPS = 3  # the second has the first one's weights, and the third its moments, too
-SPARSE = replace(MICRO, index_n_heads=4, index_head_dim=16, index_topk=8)
+SPARSE = replace(MICRO, index_n_heads=4, index_head_dim=16, index_topk=8, indexer_rope_interleave=True)
+SPARSE = replace(SPARSE, indexer_types=("full", "shared"))  # multi-token prediction has its own
 FUSED = replace(MICRO, moe_intermediate_size=128)  # whose experts are one function
 EXACT = {"rtol": 2e-5, "atol": 0.0}  # FP32 sums in another order
 # a tenth of the usual learning rate, at which two runs in FP8 drift apart: by 9% in the norm of step 9, here by 0.5%
