@@ -1,4 +1,4 @@
-"""Published checkpoints: the tensors of DeepSeek-V3, Moonlight and Kimi-K2, and miniatures of V3, V3.1, V3.2, GLM-5.
+"""Published checkpoints: the tensors of DeepSeek-V3, Moonlight and Kimi-K2, and miniatures of V3 to GLM-5.2.
 
 The names, dtypes and shapes are written out here once more, as the index and the headers of those checkpoints have
 them, and compared with what octile reads and writes.
@@ -62,7 +62,8 @@ SMALL_V31 = {**SMALL, "quantization_config": UE8M0}
 SMALL_V32 = {**SMALL_V31, **INDEXER, "model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"]}
 SMALL_GLM = {**SMALL_V32, "model_type": "glm_moe_dsa", "architectures": ["GlmMoeDsaForCausalLM"]}
 SMALL_GLM |= {"indexer_rope_interleave": True}
-RELEASES = {"V3": SMALL, "V3.1": SMALL_V31, "V3.2": SMALL_V32, "GLM-5": SMALL_GLM}
+SMALL_GLM_52 = {**SMALL_GLM, "indexer_types": ["full", "shared"], "index_topk_freq": 2, "index_skip_topk_offset": 1}
+RELEASES = {"V3": SMALL, "V3.1": SMALL_V31, "V3.2": SMALL_V32, "GLM-5": SMALL_GLM, "GLM-5.2": SMALL_GLM_52}
 EVERY_RELEASE = pytest.mark.parametrize("published", RELEASES.values(), ids=RELEASES)
 
 
@@ -103,7 +104,7 @@ def published_tensors(config: dict) -> Iterator[tuple[str, str, tuple[int, ...]]
         yield from fp8(f"{attention}.o_proj", d, heads * v)
         if config["vocab_size"] == OF_MOONSHOT["vocab_size"]:
             yield f"{attention}{ROTARY_FREQUENCIES}", "F32", (rope // 2,)
-        if "index_topk" in config:
+        if "index_topk" in config and config.get("indexer_types", [])[i : i + 1] != ["shared"]:
             index_heads, index_dim = config["index_n_heads"], config["index_head_dim"]
             yield from fp8(f"{attention}.indexer.wq_b", index_heads * index_dim, q)
             yield from fp8(f"{attention}.indexer.wk", index_dim, d)
@@ -206,6 +207,13 @@ def test_a_published_model_has_its_number_of_parameters(name):
     assert sum(t.numel() for t in to_hf(meta_model(config).state_dict(), config).values()) == PARAMETERS[name]
 
 
+def test_glm_52_has_as_many_tensors_and_parameters_as_published():
+    """Without the copies of embedding and head in the last layer, which its checkpoint lacks and octile writes."""
+    config = ModelConfig.from_hf(PUBLISHED["GLM-5.2"])
+    own = {id(tensor): tensor for tensor in to_hf(meta_model(config).state_dict(), config).values()}
+    assert (len(own), sum(tensor.numel() for tensor in own.values())) == (59_585, 753_329_940_480)
+
+
 def test_every_tensor_of_all_62_layers_is_read_and_written_back(tmp_path, publish, same):
     folder, before = publish({**V3, "n_routed_experts": 16})
     save(load(folder), tmp_path / "again")
@@ -275,6 +283,13 @@ def test_one_weight_at_a_time_is_in_memory_beside_the_model(publish, monkeypatch
     monkeypatch.setattr(TensorFile, "read", counted)
     load(folder) if into == "new model" else load_weights(model, folder)
     assert (len(alive) > 50, most) == (True, 1)
+
+
+def test_an_indexer_in_a_layer_that_shares_another_ones_keys_is_refused(publish):
+    folder, _ = publish(SMALL_GLM)
+    (folder / "config.json").write_text(json.dumps(SMALL_GLM_52))
+    with pytest.raises(ValueError, match=r"holds model\.layers\.1\.self_attn\.indexer\..*, which the model of its"):
+        load(folder)
 
 
 # DeepSeek-V3.2's sparse attention

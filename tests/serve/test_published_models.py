@@ -18,7 +18,13 @@ from octile.serve.engine.config import CacheConfig, EngineConfig
 from octile.serve.engine.request import Sampling
 from octile.serve.weights.load import Folder
 from octile.tokenizer import Tokenizer
-from tests.models.test_config import PUBLISHED_GLM_5, PUBLISHED_KIMI_K2, PUBLISHED_MOONLIGHT, PUBLISHED_V31
+from tests.models.test_config import (
+    PUBLISHED_GLM_5,
+    PUBLISHED_GLM_52,
+    PUBLISHED_KIMI_K2,
+    PUBLISHED_MOONLIGHT,
+    PUBLISHED_V31,
+)
 from tests.serve.models import text
 
 SIZES = {
@@ -61,6 +67,13 @@ MODELS["GLM-5"] = {  # with fewer heads more keys have logits of 0, and the orde
     "qk_head_dim": 24,
     "pad_token_id": 1,
 }
+MODELS["GLM-5.2"] = {
+    **PUBLISHED_GLM_52,
+    **{key: MODELS["GLM-5"][key] for key in MODELS["GLM-5"].keys() - {"max_position_embeddings", "rope_parameters"}},
+    "num_hidden_layers": 5,
+    "indexer_types": ["full", "shared", "full", "shared", "shared"],
+    "mlp_layer_types": ["dense", *4 * ["sparse"]],
+}
 N_NEW = 40
 
 
@@ -89,7 +102,9 @@ def save_transformers_model(config: dict[str, Any], tokenizer: Tokenizer, folder
 
 
 @pytest.mark.filterwarnings("ignore:rope_scaling")  # a context that is not extended to the model's
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name == "GLM-5" else ()) for name in MODELS]
+)  # GLM-5.2 has layers as GLM-5's, too
 def test_greedy_texts_are_those_of_transformers(name, tokenizer, tmp_path):
     theirs = save_transformers_model(MODELS[name], tokenizer, tmp_path)
     prompts = [[0, *text(n, seed=n, vocab_size=320)] for n in (3, 20, 70)]

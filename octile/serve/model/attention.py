@@ -5,7 +5,8 @@
                      kernel for all chunks of a piece; those of a long text in parts, whose results are merged
 
 A model with indexers attends to top-k positions where there are more than that: from the decode rows of a step if one
-has more, and from the chunks that have more, both in the absorbed form.
+has more, and from the chunks that have more, both in the absorbed form. Layers without an indexer of their own attend
+to the positions that the last one before them has chosen.
 
 With `batch_invariant` all rows attend in the absorbed form, and each is divided by its own length alone.
 
@@ -53,7 +54,7 @@ from octile.serve.model.top_k_keys import (
 )
 from octile.serve.ranks.tensor_parallel import TensorParallel
 from octile.serve.runner.kv_cache import IndexCache, KVCache
-from octile.serve.runner.step import PrefillPiece, Step
+from octile.serve.runner.step import ChosenPositions, PrefillPiece, Step
 from octile.serve.weights.block_weights import NORM_EPS, AttentionWeights, BlockWeights, IndexerWeights
 
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN builds some
@@ -190,7 +191,7 @@ class Attention:
         n_heads: H.
         gemms: by the model's weights.
         cache: the layers' pages; that of multi-token prediction is the last.
-        index: the pages of the indexer's keys; None: rows attend to all positions.
+        index: the pages of the indexers' keys; None: rows attend to all positions.
         naive: attention of prefill chunks to all positions.
         softmax_scale: factor of the scores of attention.
         tp: the ranks that share the rows of a step and the heads.
@@ -206,8 +207,12 @@ class Attention:
     tp: TensorParallel
 
     def with_schedule(self, step: Step) -> Step:
-        """Return a step with what all layers need of its lengths to choose positions."""
-        if self.index is None or not step.is_sparse or not len(step.lengths):
+        """Return a step with what all layers need of its lengths to choose positions, and a place for shared ones."""
+        if self.index is None:
+            return step
+        if self.config.shares_top_k:
+            step = step._replace(chosen=ChosenPositions())
+        if not step.is_sparse or not len(step.lengths):
             return step
         return step._replace(schedule=schedule(step.lengths))
 
@@ -223,6 +228,10 @@ class Attention:
         """How many positions a row attends to at most, if they are chosen."""
         return self.config.index_topk or 0
 
+    def _indexer(self, w: BlockWeights) -> IndexerWeights | None:
+        """Return the weights of a block's indexer; None: it has none, or rows attend to all positions."""
+        return None if self.index is None else w.attention.indexer
+
     def write_and_attend(
         self, x_TD: Tensor, layer: int, w: BlockWeights, step: Step, cos_sin: tuple[Tensor, Tensor]
     ) -> Tensor:
@@ -232,7 +241,7 @@ class Attention:
             x_TD, layer, w: the block's input, which block it is, and its weights.
             step, cos_sin: the rows, and the cosines and sines of their positions.
         """
-        if self.index is None and step.only_decodes:
+        if self._indexer(w) is None and step.only_decodes:
             return self._decode(x_TD, layer, w, step, cos_sin)
         return self.attend(self.queries(x_TD, layer, w, step.slots, cos_sin), layer, w.attention, step)
 
@@ -280,7 +289,7 @@ class Attention:
             out_TW: memory for the queries, as wide as `query_width`; None: new memory.
         """
         x, q, q_TX, latent_TC, rope_TR = self._projected(x_TD, w, out_TW)
-        indexer = None if self.index is None else w.attention.indexer
+        indexer = self._indexer(w)
         q_THX = q_TX.unflatten(-1, (self.n_heads, -1))
         rotate_(q_THX[None], *cos_sin)
         rotate_(rope_TR[None, :, None], *cos_sin)
@@ -300,7 +309,7 @@ class Attention:
             the normed input, compressed queries if there are any, queries [T, H·X], latents [T, C] before their norm,
             and rotary keys [T, R] before they are rotated.
         """
-        projections, indexer = w.attention.x, None if self.index is None else w.attention.indexer
+        projections, indexer = w.attention.x, self._indexer(w)
         fp8, values = projections.has_fp8, projections.has_values
         if indexer is not None:  # whose weights of heads are in high precision
             fp8, values = fp8 or isinstance(indexer.k, ScaledTensor), True
@@ -387,8 +396,8 @@ class Attention:
         self, q_THW: Tensor, index: IndexQueries | None, layer: int, w: AttentionWeights, step: Step, out_THV: Tensor
     ) -> None:
         """Attend from absorbed queries to the rows' pages, and write the result times W_UV to out."""
-        cached = self.cache.layers[layer]
-        if index is None or step.schedule is None:
+        cached, chosen_TK = self.cache.layers[layer], self._choose_of_pages(index, layer, step)
+        if chosen_TK is None:
             if self.gemms.batch_invariant:
                 for rows, n in ((slice(step.first_text), 1), (slice(step.first_text, None), step.rows_per_text)):
                     if len(q := q_THW[rows]):
@@ -398,17 +407,27 @@ class Attention:
             c, scale, n = self.config.kv_lora_rank, self.softmax_scale, step.rows_per_text
             o_THC = paged_attention(q_THW, cached, step.pages, step.lengths, c, scale, rows_per_text=n)
         else:
-            assert self.index is not None
-            if self.index.dtype == torch.float32:
-                read, text = partial(self._index_keys, layer), (step.pages, step.lengths)
-                chosen_TK = top_k_of_pages_in_fp32(index, read, *text, self._n_chosen)
-            else:
-                keys, scheduled = self.index.layers[layer], (step.pages, step.lengths, step.schedule)
-                chosen_TK = top_k_of_pages(index, keys, *scheduled, self._n_chosen)
             splits = SPLITS if self.gemms.batch_invariant else 0
             settings = self.config.kv_lora_rank, self.softmax_scale, splits
             o_THC = paged_sparse_attention(q_THW, cached, step.pages, chosen_TK, *settings)
         self.gemms.heads_nt(o_THC, w.w_v, out_THV)
+
+    def _choose_of_pages(self, index: IndexQueries | None, layer: int, step: Step) -> Tensor | None:
+        """Choose positions for decode rows, int32 [T, K], or return those that the layer shares; None: all."""
+        if self.index is None or step.schedule is None:
+            return None
+        if index is None:
+            assert step.chosen is not None
+            return step.chosen.decode
+        if self.index.dtype == torch.float32:
+            read, text = partial(self._index_keys, layer), (step.pages, step.lengths)
+            chosen_TK = top_k_of_pages_in_fp32(index, read, *text, self._n_chosen)
+        else:
+            keys, scheduled = self.index.layers[layer], (step.pages, step.lengths, step.schedule)
+            chosen_TK = top_k_of_pages(index, keys, *scheduled, self._n_chosen)
+        if step.chosen is not None:
+            step.chosen.decode = chosen_TK
+        return chosen_TK
 
     def _index_keys(self, layer: int, slots: Tensor) -> Tensor:
         """Return the indexer's keys in slots of a layer, which are in FP32."""
@@ -423,19 +442,26 @@ class Attention:
         self, out_SHV: Tensor, queries: Queries, layer: int, w: AttentionWeights, step: Step, chunk: PrefillPiece
     ) -> None:
         """Attend from the rows of one chunk to top-k positions, and write what is computed to out."""
-        assert self.index is not None
         assert step.context is not None
-        c, latents = self.config, self.cache.layers[layer].flatten(0, 1)
+        c, latents, index = self.config, self.cache.layers[layer].flatten(0, 1), queries.index_queries
         slots_L = step.context.narrow(0, chunk.first_position, chunk.positions)
-        at_once = max(min(MAX_LOGITS // len(slots_L), MAX_QUERIES // (self.n_heads * c.latent_dim)), 1)
-        k_LE, scale_L = self.index.read(layer, slots_L)
-        n_rows = len(queries.q)
+        n_rows, at_once = len(queries.q), MAX_QUERIES // (self.n_heads * c.latent_dim)
+        keys, parts = None, list[Tensor]()
+        if self.index is not None and index is not None:
+            at_once, keys = min(at_once, MAX_LOGITS // len(slots_L)), self.index.read(layer, slots_L)
+        at_once = max(at_once, 1)
         for row in range(0, n_rows, at_once):
             n = min(at_once, n_rows - row)
-            part = queries.rows(row, n)
-            assert part.index_queries is not None
-            position = len(slots_L) - n_rows + row
-            slots_TK = top_k_of_prefix(part.index_queries, k_LE, scale_L, slots_L, position, self._n_chosen)
-            q_THW = absorb(part.q, w.w_k, self.gemms.heads_nt)
+            if index is None or keys is None:
+                assert step.chosen is not None
+                slots_TK = step.chosen.chunks[chunk.first_row].narrow(0, row, n)
+            else:
+                position = len(slots_L) - n_rows + row
+                slots_TK = top_k_of_prefix(index.rows(row, n), *keys, slots_L, position, self._n_chosen)
+                if step.chosen is not None:
+                    parts.append(slots_TK)
+            q_THW = absorb(queries.q.narrow(0, row, n), w.w_k, self.gemms.heads_nt)
             o_THC = sparse_attention(q_THW, latents, slots_TK, c.kv_lora_rank, self.softmax_scale)
             self.gemms.heads_nt(o_THC, w.w_v, out_SHV.narrow(0, row, n))
+        if step.chosen is not None and parts:
+            step.chosen.chunks[chunk.first_row] = torch.cat(parts)

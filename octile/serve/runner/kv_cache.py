@@ -1,4 +1,4 @@
-"""The paged caches of all layers: latents, and the keys of indexers, in pages of 64 positions.
+"""The paged caches: latents of all layers, and keys of the layers that have an indexer, in pages of 64 positions.
 
 A row of the latent cache is, by its format,
 
@@ -99,7 +99,7 @@ def bytes_per_row(latent_dim: int, rope_dim: int, cache_format: CacheFormat) -> 
 
 
 class IndexCache:
-    """The indexer's keys of all layers.
+    """The keys of the indexers, of the layers that have one.
 
     A page holds its 64 keys, E channels of E4M3 each, and then their 64 scales, float32: 132 bytes a position with 128
     channels. `octile.ops.mqa_logits.paged_mqa_logits` reads them. In the format "float32" the channels are float32, and
@@ -107,11 +107,11 @@ class IndexCache:
 
     Attributes:
         dtype: dtype of the keys.
-        layers: for each layer its keys, [P, 64·(E + 4)] uint8; in FP32 [P, 64·(4·E + 4)].
+        layers: number of a layer → its keys, [P, 64·(E + 4)] uint8; in FP32 [P, 64·(4·E + 4)].
         bytes_LPQ: the same memory, uint8 [layers, P, bytes of a page].
 
     Args:
-        n_layers: layers, with that of multi-token prediction.
+        layers: the numbers of the layers that have an indexer, with that of multi-token prediction.
         n_pages: P.
         head_dim: E.
         device: device of the keys.
@@ -119,14 +119,19 @@ class IndexCache:
     """
 
     def __init__(
-        self, n_layers: int, n_pages: int, head_dim: int, device: torch.device, index_format: IndexFormat = "e4m3"
+        self,
+        layers: Sequence[int],
+        n_pages: int,
+        head_dim: int,
+        device: torch.device,
+        index_format: IndexFormat = "e4m3",
     ):
         self._spare, self._head_dim, self.dtype = n_pages * PAGE, head_dim, INDEX_DTYPES[index_format]
         # rows without a slot are written to one page more, which nobody reads
-        shape = n_layers, n_pages + 1, PAGE * bytes_per_key(head_dim, index_format)
+        shape = len(layers), n_pages + 1, PAGE * bytes_per_key(head_dim, index_format)
         stored = torch.zeros(shape, dtype=torch.uint8, device=device)
-        self._stored, self.bytes_LPQ = stored.unbind(), stored[:, :n_pages]
-        self.layers = [stored[:n_pages] for stored in self._stored]
+        self._stored, self.bytes_LPQ = dict(zip(layers, stored.unbind(), strict=True)), stored[:, :n_pages]
+        self.layers = {layer: stored[:n_pages] for layer, stored in self._stored.items()}
 
     def write(self, layer: int, slots: Tensor, k_TE: Tensor, scale_T: Tensor) -> None:
         """Write keys to slots [T] of a layer: page · 64 + the position in the page. Negative slots are left out."""

@@ -142,7 +142,8 @@ class ModelRunner:
         self.index: IndexCache | None = None
         if needs_index(c, self.max_position):
             assert c.index_head_dim is not None
-            self.index = IndexCache(n_layers, n_pages, c.index_head_dim, self.device, index_format)
+            layers = [layer for layer in range(n_layers) if c.has_own_indexer(layer)]
+            self.index = IndexCache(layers, n_pages, c.index_head_dim, self.device, index_format)
         self.expert_load: ExpertLoad | None = None
         if expert_window:
             layers = [layer for layer in range(n_layers) if c.is_moe(layer)]
@@ -278,7 +279,7 @@ class ModelRunner:
         max_position: int,
         index_format: IndexFormat = "e4m3",
     ) -> int:
-        """Return the bytes that a page takes in all layers, by which an engine chooses n_pages.
+        """Return the bytes that a page takes in all layers and indexers, by which an engine chooses n_pages.
 
         Args:
             model: its weights.
@@ -286,9 +287,11 @@ class ModelRunner:
             max_position: positions of a text at most; with few positions there are no indexer's keys (`needs_index`).
             index_format: format of these keys.
         """
-        c = model.config
-        index_bytes = bytes_per_key(c.index_head_dim or 0, index_format) if needs_index(c, max_position) else 0
-        return _n_layers(model) * PAGE * (bytes_per_row(c.kv_lora_rank, c.qk_rope_head_dim, cache_format) + index_bytes)
+        c, n_layers, n_indexers = model.config, _n_layers(model), 0
+        if needs_index(c, max_position):
+            n_indexers = sum(c.has_own_indexer(layer) for layer in range(n_layers))
+        latents = n_layers * bytes_per_row(c.kv_lora_rank, c.qk_rope_head_dim, cache_format)
+        return PAGE * (latents + n_indexers * bytes_per_key(c.index_head_dim or 0, index_format))
 
     @staticmethod
     def bytes_of_graphs(model: DeepseekV3 | ServedWeights, max_batch: int, n_drafts: int, max_position: int) -> int:

@@ -110,6 +110,19 @@ class PrefillPiece(NamedTuple):
     max_positions: int
 
 
+class ChosenPositions:
+    """The positions that the last indexer before a layer has chosen: those of layers that share them (GLM-5.2).
+
+    Attributes:
+        decode: int32 [decode rows, K], positions in each row's text; −1 where there are no more.
+        chunks: first row of a prefill chunk → slots of its rows, int32 [S, K]; −1 where there are no more.
+    """
+
+    def __init__(self) -> None:
+        self.decode: Tensor | None = None
+        self.chunks = dict[int, Tensor]()
+
+
 class Step(NamedTuple):
     """The rows of one forward pass, on the model's device; decode rows come first, then the prefill chunks.
 
@@ -127,6 +140,7 @@ class Step(NamedTuple):
         is_sparse: whether decode rows attend to the top-k positions of an indexer; otherwise to all.
         schedule: schedule of the indexer's logits of decode rows
             (`octile.serve.model.attention.Attention.with_schedule`).
+        chosen: what an indexer has chosen, for the layers after it; None: no layer of the model shares it.
     """
 
     tokens: Tensor
@@ -139,6 +153,7 @@ class Step(NamedTuple):
     max_positions: int = 0
     is_sparse: bool = True
     schedule: Tensor | None = None
+    chosen: ChosenPositions | None = None
     first_text: int = 0
     rows_per_text: int = 1
 

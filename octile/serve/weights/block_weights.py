@@ -70,7 +70,7 @@ class AttentionWeights:
         q_norm, q_up: norm and projection of compressed queries; None where they are projected directly.
         kv_up: kv_b_proj, for the naive form.
         w_k: W_UK [H, C, N], w_v: W_UV [H, V, C], in the activations' dtype, for the absorbed form.
-        indexer: None where attention is dense.
+        indexer: None where attention is dense, or a layer attends to what an earlier one's indexer has chosen.
     """
 
     x: Projections

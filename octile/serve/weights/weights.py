@@ -368,12 +368,12 @@ class WeightReader:
         name = f"model.layers.{layer}"
         return BlockWeights(
             self.tensor(f"{name}.input_layernorm.weight"),
-            self._attention(f"{name}.self_attn"),
+            self._attention(f"{name}.self_attn", self.config.has_own_indexer(layer)),
             self.tensor(f"{name}.post_attention_layernorm.weight"),
             self._mixture(f"{name}.mlp", layer) if self.config.is_moe(layer) else self._mlp(f"{name}.mlp"),
         )
 
-    def _attention(self, name: str) -> AttentionWeights:
+    def _attention(self, name: str, has_indexer: bool) -> AttentionWeights:
         c = self.config
         compressed = c.q_lora_rank is not None
         first = self.linear(f"{name}.{'q_a_proj' if compressed else 'q_proj'}")
@@ -391,7 +391,7 @@ class WeightReader:
             w_k_HNC.mT.contiguous(),
             w_v_HVC.contiguous(),
             self.linear(f"{name}.o_proj"),
-            self._indexer(f"{name}.indexer") if c.has_indexer else None,
+            self._indexer(f"{name}.indexer") if has_indexer else None,
         )
 
     def _indexer(self, name: str) -> IndexerWeights:

@@ -72,7 +72,8 @@ def prompt_of(tokenizer, seed: int, length: int) -> list[int]:
 @pytest.fixture(scope="module")
 def sparse_model() -> DeepseekV3:
     torch.manual_seed(0)
-    sparse = replace(MICRO, index_n_heads=4, index_head_dim=16, index_topk=12)
+    sparse = replace(MICRO, index_n_heads=4, index_head_dim=16, index_topk=12, indexer_rope_interleave=True)
+    sparse = replace(sparse, indexer_types=("full", "shared"))
     return DeepseekV3(replace(sparse, max_position_embeddings=512, num_nextn_predict_layers=1))
 
 

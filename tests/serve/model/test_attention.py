@@ -105,7 +105,7 @@ def test_rows_choose_positions_if_one_has_more_than_are_chosen_or_always_in_batc
     has_index: bool, batch_invariant: bool, expected: list[int]
 ):
     forward = forward_of(CONFIG, False, batch_invariant)
-    index = IndexCache(3, N_PAGES, 128, torch.device("cpu")) if has_index else None
+    index = IndexCache(range(3), N_PAGES, 128, torch.device("cpu")) if has_index else None
     config = replace(CONFIG, index_n_heads=32, index_head_dim=128, index_topk=64)
     attention: Attention = replace(forward.attention, index=index, config=config)
     assert [longest for longest in (1, 64, 65, 500) if attention.is_sparse(longest)] == expected

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DeepseekV32ForCausalLM, PreTrainedModel
 
 from octile.checkpoint import load, save
+from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.serve.engine.config import EngineConfig, IndexFormat
 from octile.serve.engine.engine import Engine
@@ -208,7 +209,7 @@ def replace_topk(model: DeepseekV3, topk: int) -> ServedWeights:
 
 def test_the_bytes_of_a_page_are_those_of_both_caches(model):
     runner = ModelRunner(model, 3, "bf16")
-    of_index = sum(layer.nbytes for layer in runner.index.layers)
+    of_index = sum(layer.nbytes for layer in runner.index.layers.values())
     assert 3 * ModelRunner.bytes_per_page(model, "bf16", runner.max_position) == runner.cache.nbytes + of_index
     short = ModelRunner(replace_topk(model, 3 * 64), 3, "bf16")
     assert 3 * ModelRunner.bytes_per_page(replace_topk(model, 3 * 64), "bf16", 3 * 64) == short.cache.nbytes
@@ -231,18 +232,18 @@ PROMPTS = [text(n, n, MICRO.vocab_size) for n in (50, 66, 9)]
 NEW_TOKENS = 20  # so that a text of 50 gets a second page
 
 
-def micro_model() -> DeepseekV3:
+def micro_model(config: ModelConfig = MICRO_SPARSE) -> DeepseekV3:
     torch.manual_seed(0)
-    model = DeepseekV3(MICRO_SPARSE).eval()
+    model = DeepseekV3(config).eval()
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.2)
     return model
 
 
-def texts_of(tokenizer, prompts, n_pages=16, n_drafts=0, max_ahead=0, batch_invariant=True):
+def texts_of(tokenizer, prompts, n_pages=16, n_drafts=0, max_ahead=0, batch_invariant=True, config=MICRO_SPARSE):
     """The greedy texts of requests that run together, and the engine's counts."""
-    runner = ModelRunner(micro_model(), n_pages, batch_invariant=batch_invariant, n_drafts=n_drafts)
+    runner = ModelRunner(micro_model(config), n_pages, batch_invariant=batch_invariant, n_drafts=n_drafts)
     runner.max_ahead = max_ahead
     engine = Engine(runner, tokenizer, EngineConfig(max_batch=4, max_step_tokens=24, n_drafts=n_drafts))
     added = [engine.add(prompt, Sampling(NEW_TOKENS, 0.0, ignore_eos=True)) for prompt in prompts]

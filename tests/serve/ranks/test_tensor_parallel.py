@@ -45,7 +45,8 @@ N_PAGES = 20
 # heads of 128 channels for each rank of two, whole blocks of FP8 weights
 MODEL = replace(models.CONFIG, num_hidden_layers=3, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=64)
 DIRECT = replace(MODEL, q_lora_rank=None)
-CHOOSING = replace(MODEL, index_n_heads=2, index_head_dim=64, index_topk=24)
+CHOOSING = replace(MODEL, index_n_heads=2, index_head_dim=64, index_topk=24, indexer_rope_interleave=True)
+CHOOSING = replace(CHOOSING, indexer_types=("full", "shared", "full"))
 TWO_RANKS = torch.tensor([[0, 1, 2, 3, 4, 0, 5, 6, 7, 0], [7, 1, 5, 3, 4, 2, 7, 6, 0, 7]])
 FOUR_RANKS = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 4, 6], [7, 1, 5, 3, 4, 2, 7, 6, 0, 7, 2, 1]])
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # the terms of sums are added in another order

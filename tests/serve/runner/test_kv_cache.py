@@ -18,7 +18,7 @@ def test_a_position_takes_132_bytes_with_the_published_channels():
 
 
 def test_keys_are_read_where_they_were_written():
-    pages, slots = IndexCache(2, N_PAGES, E, CPU), torch.tensor([130, 0, 64, 63, 191])
+    pages, slots = IndexCache(range(2), N_PAGES, E, CPU), torch.tensor([130, 0, 64, 63, 191])
     k, scale = keys(5)
     pages.write(1, slots, k, scale)
     read, scales = pages.read(1, slots)
@@ -28,7 +28,7 @@ def test_keys_are_read_where_they_were_written():
 
 
 def test_keys_in_fp32_are_read_as_they_were_written():
-    pages, slots = IndexCache(2, N_PAGES, E, CPU, "float32"), torch.tensor([130, 0, 64, 63, 191])
+    pages, slots = IndexCache(range(2), N_PAGES, E, CPU, "float32"), torch.tensor([130, 0, 64, 63, 191])
     k = torch.randn(5, E, generator=torch.Generator().manual_seed(0))
     pages.write(1, slots, k, torch.ones(5))
     read, scales = pages.read(1, slots)
@@ -38,13 +38,13 @@ def test_keys_in_fp32_are_read_as_they_were_written():
 
 
 def test_rows_without_a_slot_are_written_nowhere():
-    pages = IndexCache(1, N_PAGES, E, CPU)
+    pages = IndexCache(range(1), N_PAGES, E, CPU)
     pages.write(0, torch.tensor([-1, -1]), *keys(2))
     assert not pages.layers[0].any()
 
 
 def test_logits_of_the_pages_are_those_of_the_keys():
-    pages, n = IndexCache(1, N_PAGES, E, CPU), 100
+    pages, n = IndexCache(range(1), N_PAGES, E, CPU), 100
     k, scale = keys(n)
     page_table = torch.tensor([[2, 0]], dtype=torch.int32)
     position = torch.arange(n)
@@ -58,7 +58,7 @@ def test_logits_of_the_pages_are_those_of_the_keys():
 
 
 def stores(cache_format: str) -> tuple[KVCache, IndexCache]:
-    latents, keys = KVCache(3, 7, 128, 16, cache_format, CPU), IndexCache(2, 7, 32, CPU)
+    latents, keys = KVCache(3, 7, 128, 16, cache_format, CPU), IndexCache(range(2), 7, 32, CPU)
     for store in (latents, keys):
         store.bytes_LPQ.copy_(torch.randint(0, 256, store.bytes_LPQ.shape, dtype=torch.uint8))
     return latents, keys

@@ -206,7 +206,8 @@ def routed_shared_experts(rank: int, folder: Path) -> None:
 
 
 def chosen_positions(rank: int, folder: Path) -> None:
-    check(rank, partial(engine_of, ALONE, fp8=False, config=replace(CHOOSING, num_hidden_layers=2, index_topk=66)))
+    config = replace(CHOOSING, num_hidden_layers=2, indexer_types=("full", "shared"), index_topk=66)
+    check(rank, partial(engine_of, ALONE, fp8=False, config=config))
 
 
 def steps_as_on_gpus(rank: int, folder: Path) -> None:
