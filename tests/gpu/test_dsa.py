@@ -28,6 +28,8 @@ SPARSE = replace(MICRO, index_n_heads=4, index_head_dim=16, index_topk=8)
 SERVED = replace(
     ModelConfig.tiny(), kv_lora_rank=512, qk_rope_head_dim=64, index_n_heads=4, index_head_dim=64, index_topk=48
 )
+SHARING = {"indexer_rope_interleave": True, "indexer_types": ("full", "shared")}
+SHARED = replace(SERVED, **SHARING)  # the second layer attends to the top-k keys of the first
 N_PAGES = 40
 LENGTHS = [200, 64, 66, 30]
 SIZES = [(100, 50, 0, 1), (0, 10, 63, 0), (1, 1, 1, 1), (0, 1, 2, 7), (1, 1, 0, 5), (60, 0, 0, 1), (30, 1, 0, 10)]
@@ -35,10 +37,14 @@ SIZES += [(8, 0, 0, 5)]
 
 
 @pytest.mark.parametrize("stage", ["warm_up", "sparse"])
-@pytest.mark.parametrize("recipe", ["bf16", "deepseek_v3"])
-def test_captured_steps_have_the_losses_of_eager_steps(store, stage, recipe, monkeypatch):
+@pytest.mark.parametrize(
+    ("recipe", "model"),
+    [("bf16", SPARSE), ("deepseek_v3", SPARSE), ("deepseek_v3", replace(SPARSE, **SHARING))],
+    ids=["bf16", "deepseek_v3", "shared keys"],
+)
+def test_captured_steps_have_the_losses_of_eager_steps(store, stage, recipe, model, monkeypatch):
     def losses() -> tuple[list[dict[str, float]], Trainer]:
-        settings = micro(model=SPARSE, indexer_stage=stage, recipe=recipe)
+        settings = micro(model=model, indexer_stage=stage, recipe=recipe)
         trainer = Trainer(settings, store, torch.device("cuda"))
         return [trainer.step() for _ in range(STEPS)], trainer
 
@@ -118,8 +124,9 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
 
 
-def test_served_logits_are_those_of_the_model_in_float32():
-    model = make(False, torch.float32)
+@pytest.mark.parametrize("config", [SERVED, SHARED], ids=["own keys", "shared keys"])
+def test_served_logits_are_those_of_the_model_in_float32(config):
+    model = make(False, torch.float32, config)
     runner = ModelRunner(model.cuda(), N_PAGES, max_batch=0, max_step_tokens=0)  # experts in FP32 wait for the host
     served = read_all(runner)
     for i, logits in enumerate(served):
@@ -130,9 +137,9 @@ def test_served_logits_are_those_of_the_model_in_float32():
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("cache_format", ["bf16", "fp8"])
-def test_graphs_have_the_logits_of_eager_steps(fp8, cache_format):
-    """Of one layer: in a second one, choices between nearly equal logits may differ by the order of sums."""
-    config = replace(SERVED, num_hidden_layers=1)
+@pytest.mark.parametrize("config", [replace(SERVED, num_hidden_layers=1), SHARED], ids=["own keys", "shared keys"])
+def test_graphs_have_the_logits_of_eager_steps(fp8, cache_format, config):
+    """Of one indexer: in a second one, choices between nearly equal logits may differ by the order of sums."""
     runners = [
         ModelRunner(make(fp8, torch.bfloat16, config).cuda(), N_PAGES, cache_format, n, max_step_tokens=128 * n)
         for n in (8, 0)
@@ -143,8 +150,9 @@ def test_graphs_have_the_logits_of_eager_steps(fp8, cache_format):
 
 
 @pytest.mark.parametrize("cache_format", ["bf16", "fp8"])
-def test_a_batch_invariant_runner_has_the_same_bits_however_texts_are_read(cache_format):
-    runner = ModelRunner(make(True, torch.bfloat16).cuda(), N_PAGES, cache_format, 8, batch_invariant=True)
+@pytest.mark.parametrize("config", [SERVED, SHARED], ids=["own keys", "shared keys"])
+def test_a_batch_invariant_runner_has_the_same_bits_however_texts_are_read(cache_format, config):
+    runner = ModelRunner(make(True, torch.bfloat16, config).cuda(), N_PAGES, cache_format, 8, batch_invariant=True)
     together = read_all(runner)
     alone = Texts(runner, [text(n, i, runner.vocab_size) for i, n in enumerate(LENGTHS)])
     for i, n in enumerate(LENGTHS):
