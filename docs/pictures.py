@@ -243,10 +243,18 @@ ROOMS = (  # from the last to the first: what the rooms are for, their color, an
             ("compat", "DeepGEMM's names"),
             ("integrations", "others' models"),
             ("bench", "speed, memory"),
-            ("plan", "schedules"),
         ),
     ),
-    ("a training run", "amber", (("lab", "what 8 bits do"), ("rl", "rewards, GRPO"), ("train", "data, loop, compare"))),
+    (
+        "a training run",
+        "amber",
+        (
+            ("lab", "what 8 bits do"),
+            ("rl", "rewards, GRPO"),
+            ("train", "data, loop, compare"),
+            ("plan", "time, memory"),
+        ),
+    ),
     (
         "serving",
         "rose",

@@ -66,16 +66,6 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     return ParameterCount(dict(main), _used(main, config), dict(mtp), _used(mtp, config))
 
 
-@lru_cache(256)
-def active_by_layer(config: ModelConfig) -> tuple[dict[str, int], ...]:
-    """Count the parameters that a token uses by layer and kind, those of multi-token prediction last."""
-    layers = [Counter[str]() for _ in range(config.num_hidden_layers + config.num_nextn_predict_layers)]
-    for layer, kind, numel in _parameters(config):
-        if layer is not None:
-            layers[layer][kind] += numel
-    return tuple(_used(layer, config) for layer in layers)
-
-
 def kind_of(name: str) -> str:
     """Return the kind of a parameter by its name, that of the model or of a checkpoint."""
     return next(kind for part, kind in KINDS.items() if part in name)

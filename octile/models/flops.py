@@ -27,7 +27,7 @@ Source: PaLM (arXiv 2204.02311), appendix B.
 from __future__ import annotations
 
 from octile.models.config import ModelConfig
-from octile.models.counts import active_by_layer, count_parameters
+from octile.models.counts import count_parameters
 
 BF16_PEAKS = {  # part of a GPU's name: dense BF16 FLOP/s in its data sheet; the first match counts
     "H100 PCIe": 756e12,
@@ -52,26 +52,6 @@ def multiply_adds(config: ModelConfig, keys: float) -> dict[str, float]:
     used = _weight_flops(count_parameters(config).main_active)
     index_flops = used["indexer"] + sum(_index_logits(config, i, keys) for i in range(config.num_hidden_layers))
     return {**used, "attention": _attention(config, keys), "indexer": index_flops}
-
-
-def layer_multiply_adds(config: ModelConfig, keys: float) -> tuple[float, ...]:
-    """Count the multiply-adds of a token's forward pass by layer.
-
-    Args:
-        config: the model.
-        keys: how many keys a query attends to.
-
-    Returns:
-        Those of each layer; the last one's contain those of the head and of multi-token prediction.
-    """
-    attention = _attention(config, keys) / config.num_hidden_layers
-    every = [
-        sum(_weight_flops(used).values()) + attention + _index_logits(config, layer, keys)
-        for layer, used in enumerate(active_by_layer(config))
-    ]
-    *layers, last = every[: config.num_hidden_layers]
-    predicted = every[config.num_hidden_layers :]
-    return (*layers, last + sum(predicted) + (1 + len(predicted)) * multiply_adds(config, keys)["head"])
 
 
 def train_flops_per_token(config: ModelConfig, sequence_length: int) -> float:

@@ -20,10 +20,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3, Trunk
-from octile.models.division import divide, fold
-from octile.models.flops import layer_multiply_adds
 from octile.nn.linear import with_class
 from octile.nn.rope import CosSin
 
@@ -94,35 +91,13 @@ def split_stages(model: DeepseekV3, stages: int | Sequence[range]) -> list[Model
         model: the model.
         stages: how many, among which the layers are divided evenly; if some stages have one more, they are not the
             first and the last, which have the embedding and the head, as far as possible. Or the layers of each stage
-            in order, such as `balanced_layers`. Multi-token prediction belongs to the last.
+            in order, such as `octile.plan.stages.stage_layers`. Multi-token prediction belongs to the last.
 
     Raises:
         ValueError: there are more stages than layers, or none; or the stages do not have all layers in order. Or there
             are several stages of a model with indexers.
     """
     return [_stage(model, layers) for layers in _layers_of(model, stages)]
-
-
-def balanced_layers(config: ModelConfig, placement: Sequence[Sequence[int]], sequence_length: int) -> list[range]:
-    """The layers of each stage of a pipeline, divided so that the FLOPs of its slowest stage are as few as possible.
-
-    With DualPipeV, where a rank has two stages, the slowest rank counts. FLOPs of the head and of multi-token
-    prediction are the last stage's.
-
-    Args:
-        config: the model.
-        placement: that of the schedule (`octile.parallel.schedules.Schedule`). In bidirectional schedules a rank has a
-            stage in each direction, and each counts alone.
-        sequence_length: the tokens of a sequence, of which a query attends to half on average.
-
-    Raises:
-        ValueError: there are more stages than layers.
-    """
-    n_stages, n_ranks = len(placement[0]), len(set(placement[0]))
-    _check_number(config.num_hidden_layers, n_stages)
-    costs = layer_multiply_adds(config, sequence_length / 2)
-    bounds = divide(costs, n_stages) if n_stages == n_ranks else fold(costs, n_ranks)
-    return [range(begin, end) for begin, end in bounds]
 
 
 def _layers_of(model: DeepseekV3, stages: int | Sequence[range]) -> Sequence[range]:

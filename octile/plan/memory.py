@@ -66,14 +66,12 @@ def saved_bytes(c: ModelConfig, layout: Layout, is_moe: bool) -> float:
 
     With experts on several ranks the rows that a rank was sent are saved, too.
     """
-    from octile.train.memory.saved_activations import bytes_per_token  # late: it loads torch
-
     d, h = c.hidden_size, c.num_attention_heads
     saved = 2 * d + 4 + 2 * c.latent_dim + 4 + (2 * c.q_lora_rank + 4 if c.q_lora_rank else 0)
     saved += 3 * h * c.v_head_dim // 2 + 4 * -(-h * c.v_head_dim // 128) + 4 * h
     saved += 2 * d + 4
     if not layout.recompute:
-        saved += bytes_per_token(c) // (c.num_hidden_layers + c.num_nextn_predict_layers)
+        saved += recomputable_bytes(c) // (c.num_hidden_layers + c.num_nextn_predict_layers)
     if not is_moe:
         return saved + 2 * tiles(c.intermediate_size)
     k = c.num_experts_per_tok
@@ -82,6 +80,18 @@ def saved_bytes(c: ModelConfig, layout: Layout, is_moe: bool) -> float:
     )
     received = layout.ep * hit_probability(c, layout.ep) * tiles(d) if layout.ep > 1 else 0
     return saved + swiglu + received + 4 * c.n_routed_experts + 20 * k
+
+
+def recomputable_bytes(c: ModelConfig) -> int:
+    """The bytes of each token that the layers save although they could be recomputed, if a run saves them.
+
+    Norms in 1×128 tiles, those that a gate reads in BF16, too; queries, keys and values in BF16.
+    """
+    norms = 2 * tiles(c.hidden_size) + tiles(c.kv_lora_rank) + tiles(c.q_lora_rank or 0)
+    a_head = 3 * c.qk_nope_head_dim + 2 * c.qk_rope_head_dim + c.v_head_dim
+    layers = c.num_hidden_layers + c.num_nextn_predict_layers
+    gates = sum(c.is_moe(layer) for layer in range(layers))
+    return layers * (norms + 2 * c.num_attention_heads * a_head) + gates * 2 * c.hidden_size
 
 
 def saved_bytes_of_heads(c: ModelConfig, heads: int) -> float:

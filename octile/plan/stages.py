@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from octile.models.config import ModelConfig
-from octile.models.division import divide, fold
+from octile.plan.division import divide, fold
 from octile.plan.durations import by_kind, seconds
 from octile.plan.exchange import busiest_rank, exchange
 from octile.plan.hardware import Cluster
@@ -109,17 +110,37 @@ class Stage:
 
 
 def make_stages(c: ModelConfig, layout: Layout, cluster: Cluster) -> tuple[Stage, ...]:
-    """Divide a model into stages so that the slowest rank takes as little time as possible.
+    """The stages of a model that is divided as by `stage_layers`."""
+    parts, exchange_seconds = make_parts(c, layout, cluster), _exchange_seconds(c, layout, cluster)
+    *stages, last = (parts[layers.start : layers.stop] for layers in _divide(parts, exchange_seconds, layout))
+    return tuple(Stage(tuple(own), exchange_seconds) for own in (*stages, [*last, parts[-1]]))
 
-    With DualPipeV a rank has two stages, whose times add up. Exchanges count unless the schedule overlaps them with
-    computation.
+
+def stage_layers(c: ModelConfig, layout: Layout, cluster: Cluster) -> list[range]:
+    """The layers of each stage of a pipeline, divided so that the slowest rank takes as little time as possible.
+
+    The last stage has the head and multi-token prediction, too. With DualPipeV a rank has two stages, whose times add
+    up; in bidirectional schedules it has one in each direction, and each counts alone. Exchanges count unless the
+    schedule overlaps them with computation.
+
+    Args:
+        c: the model, with at least a layer for each stage.
+        layout: the pipeline and its micro-batches.
+        cluster: whose GPUs' times count.
     """
-    exchange_seconds = exchange(c, layout.micro_batch_tokens, layout.ep, cluster, layout.is_balanced).total
-    parts = make_parts(c, layout, cluster)
+    return _divide(make_parts(c, layout, cluster), _exchange_seconds(c, layout, cluster), layout)
+
+
+def _divide(parts: Sequence[Part], exchange_seconds: float, layout: Layout) -> list[range]:
     shown = 0.0 if layout.schedule in OVERLAPPING else 2 * exchange_seconds
-    costs = tuple(sum(part.alone.values()) + part.mixtures * shown for part in parts)
-    bounds = fold(costs, layout.pp) if layout.schedule == "dualpipev" else divide(costs, layout.stages)
-    return tuple(Stage(tuple(parts[begin:end]), exchange_seconds) for begin, end in bounds)
+    *costs, last, end = (sum(part.alone.values()) + part.mixtures * shown for part in parts)
+    costs.append(last + end)
+    divided = fold(tuple(costs), layout.pp) if layout.schedule == "dualpipev" else divide(tuple(costs), layout.stages)
+    return [range(begin, end) for begin, end in divided]
+
+
+def _exchange_seconds(c: ModelConfig, layout: Layout, cluster: Cluster) -> float:
+    return exchange(c, layout.micro_batch_tokens, layout.ep, cluster, layout.is_balanced).total
 
 
 def make_parts(c: ModelConfig, layout: Layout, cluster: Cluster) -> list[Part]:

@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octile.models.config import ModelConfig
-from octile.models.flops import layer_multiply_adds
-from octile.models.stages import balanced_layers, split_stages, with_stages
+from octile.models.stages import split_stages, with_stages
 from tests.models.conftest import MINI_V2, MINI_V3, build
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -82,28 +80,3 @@ def test_layers_that_are_named_are_those_of_the_stages():
     assert [stage.layers for stage in split_stages(model, [range(3), range(3, 4)])] == [range(3), range(3, 4)]
     with pytest.raises(ValueError, match="the model's 4 layers in order, at least one each, not 0 to 2, 2 to 3"):
         split_stages(model, [range(3), range(2, 4)])
-
-
-@pytest.mark.parametrize(
-    ("preset", "placement", "counts"),
-    [
-        ("small", ((0, 1),), [6, 2]),
-        ("small", ((0, 1), (1, 0)), [6, 2]),
-        ("small", ((0, 1, 1, 0),), [1, 3, 3, 1]),
-        ("medium", ((0, 1),), [6, 3]),
-    ],
-)
-def test_the_flops_of_all_ranks_are_about_the_same(preset: str, placement, counts: list[int]):
-    config = getattr(ModelConfig, preset)()
-    found = balanced_layers(config, placement, 1024)
-    assert [len(layers) for layers in found] == counts
-    costs = layer_multiply_adds(config, 512)
-    ranks = [0.0, 0.0]
-    for stage, rank in enumerate(placement[0]):
-        ranks[rank] += sum(costs[layer] for layer in found[stage])
-    assert max(ranks) <= 1.1 * sum(costs) / 2
-
-
-def test_more_stages_than_layers_cannot_be_balanced():
-    with pytest.raises(ValueError, match="n_stages must be from 1 to the model's 8 layers, not 9"):
-        balanced_layers(ModelConfig.small(), (tuple(range(9)),), 1024)

@@ -11,10 +11,8 @@ Source: DeepSeek-V3 (arXiv 2412.19437) §3.2.3, which recomputes.
 from __future__ import annotations
 
 from dataclasses import replace
-from math import ceil
 
-from octile.formats import TILE
-from octile.models.config import ModelConfig
+from octile.plan.memory import recomputable_bytes
 from octile.recipe import Recipe
 from octile.train.config import TrainConfig
 
@@ -31,27 +29,10 @@ def can_save(config: TrainConfig, available: int, held: float = 1.0) -> bool:
         available: the memory at its start, in bytes (`octile.train.memory.device.available_memory`).
         held: the activations that a rank holds at a time, in units of the whole model's for a micro-batch.
     """
-    needed = held * config.micro_batch_size * config.sequence_length * bytes_per_token(config.model)
+    needed = held * config.micro_batch_size * config.sequence_length * recomputable_bytes(config.model)
     return not config.deterministic and needed <= MAX_SHARE * available
 
 
 def saving_activations(recipe: Recipe) -> Recipe:
     """Return the recipe with norms and latent attention's inputs saved."""
     return replace(recipe, norms="kept", latent_attention_inputs="kept")
-
-
-def bytes_per_token(c: ModelConfig) -> int:
-    """The bytes that are saved of each token.
-
-    Norms in 1×128 tiles, those that a gate reads in BF16, too; queries, keys and values in BF16.
-    """
-    norms = 2 * _tiles(c.hidden_size) + _tiles(c.kv_lora_rank) + _tiles(c.q_lora_rank or 0)
-    a_head = 3 * c.qk_nope_head_dim + 2 * c.qk_rope_head_dim + c.v_head_dim
-    layers = c.num_hidden_layers + c.num_nextn_predict_layers
-    gates = sum(c.is_moe(layer) for layer in range(layers))
-    return layers * (norms + 2 * c.num_attention_heads * a_head) + gates * 2 * c.hidden_size
-
-
-def _tiles(n: int) -> int:
-    """The bytes of n values in 8 bits with an FP32 scale each 128."""
-    return n + 4 * ceil(n / TILE[1])

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from octile.models.stages import balanced_layers
 from octile.parallel.schedules import SCHEDULES, Schedule, held_activations, make_schedule, simulate
+from octile.plan.hardware import read_cluster
+from octile.plan.layout import Layout
+from octile.plan.stages import stage_layers
 from octile.train.config import TrainConfig
+
+GPUS = "h200_8"  # whose times divide the layers; an H100's divide those of the presets in the same way
 
 
 def make_pipeline_schedule(config: TrainConfig) -> Schedule | None:
@@ -36,8 +41,21 @@ def make_pipeline_schedule(config: TrainConfig) -> Schedule | None:
 
 
 def pipeline_layers(config: TrainConfig, schedule: Schedule) -> list[range]:
-    """The layers of each stage of a run's pipeline."""
-    return balanced_layers(config.model, schedule.placement, config.sequence_length)
+    """The layers of each stage of a run's pipeline, which take about the same time in FP8 on an H200.
+
+    They are the same on each device and for each recipe, so that a run can go on elsewhere.
+    """
+    parallel, nodes = config.parallel, read_cluster(GPUS)
+    layout = Layout(
+        pp=parallel.pp,
+        schedule=parallel.schedule,
+        batch_size=config.batch_size,
+        micro_batch_size=config.micro_batch_size,
+        sequence_length=config.sequence_length,
+        masters="replicated",
+        is_balanced=True,
+    )
+    return stage_layers(config.model, layout, replace(nodes, gpus=parallel.ranks, gpus_per_node=parallel.ranks))
 
 
 def held_share(config: TrainConfig) -> float:
@@ -63,5 +81,5 @@ def describe_pipeline(schedule: Schedule, layers: Sequence[range]) -> str:
         f"layer{'s' if max(counts) > 1 else ''} on {schedule.n_ranks} ranks, {schedule.n_micro_batches} "
         f"micro-batch{'es' if schedule.n_micro_batches != 1 else ''}; "
         f"idle for {simulated.bubble / simulated.makespan:.0%} of a step if all stages take the same time, and a "
-        "backward pass twice that of a forward pass"
+        "backward pass twice that of a forward pass" + ("; less with more --micro-batches" if simulated.bubble else "")
     )

@@ -9,10 +9,11 @@ from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
 from octile.nn.fused import block_input
+from octile.plan.memory import recomputable_bytes
 from octile.recipe import Recipe
 from octile.train.config import medium, small
 from octile.train.data.token_store import TokenStore
-from octile.train.memory.saved_activations import MAX_SHARE, bytes_per_token, can_save, saving_activations
+from octile.train.memory.saved_activations import MAX_SHARE, can_save, saving_activations
 from octile.train.trainer import Trainer
 from tests.train.conftest import micro
 
@@ -56,14 +57,14 @@ def test_activations_that_take_much_memory_are_recomputed():
 
 def test_a_micro_batch_counts_not_the_batch():
     config = small()
-    memory = config.batch_size * config.sequence_length * bytes_per_token(config.model) / MAX_SHARE / 2
+    memory = config.batch_size * config.sequence_length * recomputable_bytes(config.model) / MAX_SHARE / 2
     assert not can_save(config, memory)
     assert can_save(replace(config, micro_batches=2), memory)
 
 
 def test_activations_of_several_micro_batches_count():
     config = small()
-    memory = 1.5 * config.batch_size * config.sequence_length * bytes_per_token(config.model) / MAX_SHARE
+    memory = 1.5 * config.batch_size * config.sequence_length * recomputable_bytes(config.model) / MAX_SHARE
     assert can_save(config, memory)
     assert not can_save(config, memory, held=2.0)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octile.models.division import divide, fold
+from octile.plan.division import divide, fold
 
 COSTS = st.lists(st.integers(1, 50), min_size=1, max_size=8)
 
