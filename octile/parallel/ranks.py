@@ -51,6 +51,8 @@ PATIENCE = timedelta(seconds=3)  # for rank 0 to report the failure that another
 MAX_PATIENCE = timedelta(seconds=60)  # if it has announced one
 POLL, GRACE = 1.0, 3.0  # seconds between two looks at NCCL, and for the failing rank to report what they find itself
 FAILURE, FAILING, POSITION = "failure", "failing", "position"  # keys of the store
+# torch warns each rank that a pipeline's sends wait for each other, which they must: both ranks run them in one order
+NO_WARNING = ("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
 
 
 class Ranks:
@@ -218,6 +220,7 @@ def join(device: torch.device, timeout: float) -> Ranks:
     store, rank, size = _rendezvous(limit)
     _joined = ranks = Ranks(rank, size, dist.PrefixStore("octile", store), limit)
     on_gpu = device.type == "cuda"
+    os.environ.setdefault(*NO_WARNING)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         store=dist.PrefixStore("groups", store),

@@ -91,8 +91,7 @@ class ParallelConfig:
     Attributes:
         dp: data-parallel ranks, which share each step's batch; pp × dp are all ranks that torchrun starts.
         ep: ranks over which the experts are spread; divides dp.
-        pp: ranks of a pipeline, which share the layers; for a model that does not fit one GPU, since its steps are not
-            captured in CUDA graphs, and slow where the kernels are short.
+        pp: ranks of a pipeline, which share the layers.
         schedule: the order in which a pipeline's ranks pass micro_batches: gpipe, 1f1b, zb1p, dualpipe, dualpipev (two
             stages on a rank) or chimera.
         exchange: how rows of tokens go to the experts of other ranks: all_to_all; symmetric_memory, kernels between

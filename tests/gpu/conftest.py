@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     large: list[pytest.Item] = []
     for item in items:
         name = str(item.path.relative_to(folder)) if item.path.is_relative_to(folder) else ""
-        if name:
+        if name and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(TIMEOUT, method="thread"))
         if name in LARGE:
             large.append(item)

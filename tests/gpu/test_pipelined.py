@@ -9,6 +9,8 @@ from tests.train.strategy import pipeline_cases
 from tests.train.strategy.test_ranks import free_port
 from tests.worlds import Failures, assert_passed, start_once, start_ranks
 
+pytestmark = pytest.mark.timeout(400, method="thread")  # the first test runs all cases
+
 
 @pytest.fixture(scope="module")
 def failures(store, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Failures]:

@@ -27,9 +27,6 @@ from octile.train.strategy.pipelined_model import PipelinedModel
 from octile.train.strategy.rank_mesh import RankMesh
 from octile.train.strategy.sharded import ShardedStrategy
 
-# why a step is not captured although it can be; None as soon as the tests of captured pipelines have run on GPUs
-UNTRIED: str | None = "the captured step of a pipeline has not run on GPUs yet"
-
 
 class PipelinedStrategy(ShardedStrategy):
     """How a rank takes part in a run on a pipeline. See `Strategy`.
@@ -55,7 +52,9 @@ class PipelinedStrategy(ShardedStrategy):
         super().__init__(config, device, recipe, ranks, groups)
         self.counts_losses = self.pipelined.is_first
         self.gathers_weights = self.size > 1
-        self._waits = any(ranks.gather(super()._waits_for_rows(), bool))  # all capture, or none; not each has experts
+        # all capture, or none: an eager step asks other ranks what a captured one does not. Not each rank has experts;
+        # all else that decides is the configuration's, since observers and guards need a single rank
+        self._waits = any(ranks.gather(super()._waits_for_rows(), bool))
 
     def _make_model(self) -> DeepseekV3:
         model = self._initial_model(torch.device("cpu"))
@@ -71,13 +70,6 @@ class PipelinedStrategy(ShardedStrategy):
     def descriptions(self) -> list[str]:
         """See `Strategy`."""
         return [*super().descriptions(), describe_pipeline(self._schedule, self._layers)]
-
-    def why_eager(self) -> str | None:
-        """See `Strategy`. All ranks must have the same reason: an eager step asks the others what a captured does not.
-
-        They have: observers and guards need a single rank, and all else is the configuration's.
-        """
-        return super().why_eager() or UNTRIED
 
     def _waits_for_rows(self) -> bool:
         return self._waits
