@@ -2,8 +2,11 @@
 
     python -m tools.measure_delayed_pair v3 1.0 2.0
 
+V3's size needs PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in 80 GB.
+
 The passes are those of `tools.measure_pair`, with the experts that one of two ranks has there; all tokens go to them.
-An exchange takes the given milliseconds on a stream of its own, and moves nothing. With a delay the pair takes longer
+An exchange takes the given milliseconds on a stream of its own, and moves nothing. GEMMs leave it as many SMs as to an
+exchange of kernels, for as long as it takes. With a delay the pair takes longer
 than without one by what is exposed: each line has that as a share of the sum of the delays. The times are those of
 events around the pair's CUDA graph.
 """
@@ -18,6 +21,8 @@ from typing import Any
 
 import torch
 
+from octile.kernels.cuda.gemm import num_sms as gemm_sms
+from octile.kernels.triton.launch_config import PEER_SMS_OVERLAPPED
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.stages import split_stages
 from octile.nn.conversion import apply_recipe
@@ -25,6 +30,8 @@ from octile.nn.dispatcher import InFlight, LocalDispatcher
 from octile.nn.moe import MoE
 from octile.recipe import Recipe
 from tools.measure_pair import LAYERS, ROUNDS, SIZES, TOKENS, WAYS, Passes, capture, clear, replay, times, warm_up
+
+FLOPS_PER_MS = 1e12  # of GEMMs in FP8 on the SMs that are left, at most
 
 
 class DelayedDispatcher(LocalDispatcher):
@@ -71,7 +78,13 @@ class Exchanges:
             if self.ms:
                 torch.cuda._sleep(int(self.ms * self._cycles_per_ms))
             end.record()
-        return lambda: torch.cuda.current_stream().wait_event(end)
+        restore_gemms = gemm_sms.leave_free(PEER_SMS_OVERLAPPED, FLOPS_PER_MS * self.ms)
+
+        def arrive() -> None:
+            torch.cuda.current_stream().wait_event(end)
+            restore_gemms()
+
+        return arrive
 
 
 def main(size: str, delays: Sequence[float]) -> None:

@@ -31,7 +31,8 @@ from octile.parallel.ranks import Ranks, join, leave
 from octile.parallel.schedules import make_schedule
 from octile.train import trainer as trainer_module
 from octile.train.config import ParallelConfig, TrainConfig, preset
-from octile.train.strategy import pipelined
+from octile.train.step.captured import why_eager
+from octile.train.strategy import single
 from octile.train.strategy.make import make_strategy
 from octile.train.strategy.pipelined import PipelinedStrategy
 from octile.train.strategy.rank_mesh import RankMesh
@@ -74,11 +75,16 @@ def measure(phase: str, config: TrainConfig, ranks: Ranks, device: torch.device)
     how, _, schedule = phase.rpartition("-")
     alone = phase in ("alone", "both")
     trainer_module.make_strategy = both_stages if phase == "both" else make_strategy
-    pipelined.UNTRIED = f"the phase is {phase}" if how else None
+    if how:
+        single.why_eager = lambda *_: f"the phase is {phase}"
+    else:
+        single.why_eager = why_eager
     if not alone:
         config = replace(config, parallel=ParallelConfig(pp=ranks.size, schedule=schedule))
     store = random_store(config.model.vocab_size, 4 * config.batch_size * config.sequence_length)
     on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
     trainer = Trainer(config, store, device, ranks=Ranks.alone() if alone else ranks)
     actions = 1
     if isinstance(trainer.strategy, PipelinedStrategy):
@@ -89,7 +95,6 @@ def measure(phase: str, config: TrainConfig, ranks: Ranks, device: torch.device)
     losses = [trainer.step()["loss"] for _ in range(WARM_UP)]
     if on_gpu:
         torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
     before, begin = trainer.progress.seconds, time.perf_counter()
     for _ in range(STEPS):
         trainer.launch()
