@@ -7,7 +7,7 @@ import tarfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 import numpy as np
 import pytest
@@ -227,10 +227,42 @@ def test_an_interval_that_was_looked_at_before_its_last_pair_allows_for_that():
     interval = interval_after(gaps, len(looks))
     assert interval is not None
     low, high = percent(interval.low).removesuffix("%"), percent(interval.high)
-    assert interval.high > BAR
-    assert f"reaches from {low} to {high}, over the bar" in page("docs/results/loss.md")
-    assert f"{span(gaps)} after {len(gaps)} of 24 planned pairs, and {low} to {high} corrected" in page("README.md")
-    assert "At no size have runs in FP8 from the first step been shown yet to end within 0.25%" in page("README.md")
+    assert max(-interval.low, interval.high) < BAR
+    assert f"reaches from {low} to {high}, within the bar" in page("docs/results/loss.md")
+    assert f"*81M: shown*, by a [plan written before the last ten of {len(gaps)} pairs ran]" in page("README.md")
+    assert f"is {span(gaps)}, and {low} to {high} corrected for six looks" in page("README.md")
+
+
+@pytest.mark.parametrize(
+    ("row", "seeds", "looks"),
+    [
+        ("**seeds 0 to 23, the planned statistic** | 24 | {mean} | {deviation} | {interval}", range(24), 1),
+        ("the same, allowing for six looks (99.17%) | 24 | | | {interval}", range(24), 6),
+        ("seeds 14 to 23 alone | 10 | {mean} | {deviation} | {interval}", range(14, 24), 1),
+        ("all but 19 and 21 | 22 | {mean} | {interval}", {*range(24)} - {19, 21}, 1),
+        ("an H200 for both runs | 18 | {mean} | {interval}", range(18), 1),
+        ("an H100 for both runs | 4 | {mean} | {interval}", (18, 20, 22, 23), 1),
+    ],
+)
+def test_the_result_of_the_plan_at_81m_is_that_of_its_files(row, seeds, looks):
+    every = loss("one-rounding/runs").gaps("core", "80m", "deepseek_v3")
+    gaps = [every[seed] for seed in seeds]
+    found = interval_after(gaps, looks)
+    assert found is not None
+    mean, deviation, low, high = (
+        f"{100 * value:+.3f}%".replace("-", "−") for value in (fmean(gaps), stdev(gaps), found.low, found.high)
+    )
+    interval = f"{low.removesuffix('%')} … {high}"
+    text = row.format(mean=mean, deviation=deviation.removeprefix("+"), interval=interval)
+    assert f"| {text} |" in page("experiments/loss/planned/README.md")
+
+
+def test_two_pairs_at_81m_had_one_run_on_each_kind_of_machine():
+    runs = loss("one-rounding/runs")
+    pairs = [[runs.get("core", "80m", recipe, seed) for recipe in ("bf16", "deepseek_v3")] for seed in range(24)]
+    gpus = [{run["facts"]["device"].split()[1] for run in pair if run} for pair in pairs]
+    assert [seed for seed in range(24) if gpus[seed] == {"H100", "H200"}] == [19, 21]
+    assert [seed for seed in range(24) if gpus[seed] == {"H100"}] == [18, 20, 22, 23]
 
 
 def test_the_control_near_the_bar_is_found_by_the_text_alone():

@@ -27,7 +27,7 @@ MEANS = (0.0, 0.0005, 0.001, 0.0015)  # the true gap
 DEVIATIONS = (0.001, 0.0015, 0.002, 0.0025, 0.003)  # of a pair's gap
 MAX_PAIRS = 60
 # after how many pairs an interval stands in the history of one-rounding/note.md: group, size, pairs now → looks
-LOOKS = {("core", "80m", 14): (4, 6, 7, 11, 14)}
+LOOKS = {("core", "80m", 24): (4, 6, 7, 11, 14, 24)}
 
 
 def power(pairs: int, mean: float, deviation: float) -> float:
