@@ -91,13 +91,15 @@ def split_stages(model: DeepseekV3, stages: int | Sequence[range]) -> list[Model
         model: the model.
         stages: how many, among which the layers are divided evenly; if some stages have one more, they are not the
             first and the last, which have the embedding and the head, as far as possible. Or the layers of each stage
-            in order, such as `octile.plan.stages.stage_layers`. Multi-token prediction belongs to the last.
+            in order, such as `octile.plan.stages.stage_layers`; the last may have none. Multi-token prediction belongs
+            to the last.
 
     Raises:
         ValueError: there are more stages than layers, or none; or the stages do not have all layers in order. Or there
             are several stages of a model with indexers.
     """
-    return [_stage(model, layers) for layers in _layers_of(model, stages)]
+    every = _layers_of(model, stages)
+    return [_stage(model, layers, number == len(every) - 1) for number, layers in enumerate(every)]
 
 
 def _layers_of(model: DeepseekV3, stages: int | Sequence[range]) -> Sequence[range]:
@@ -109,9 +111,11 @@ def _layers_of(model: DeepseekV3, stages: int | Sequence[range]) -> Sequence[ran
         )
     if isinstance(stages, int):
         return even_layers(n_layers, stages)
-    if [layer for layers in stages for layer in layers] != [*range(n_layers)] or not all(stages):
-        given = ", ".join(f"{layers.start} to {layers.stop - 1}" for layers in stages)
-        raise ValueError(f"stages must have the model's {n_layers} layers in order, at least one each, not {given}")
+    if [layer for layers in stages for layer in layers] != [*range(n_layers)] or not all(stages[:-1]):
+        given = ", ".join(f"{layers.start} to {layers.stop - 1}" if layers else "none" for layers in stages)
+        raise ValueError(
+            f"stages must have the model's {n_layers} layers in order, all but the last at least one, not {given}"
+        )
     return stages
 
 
@@ -149,8 +153,8 @@ def with_stages(model: DeepseekV3, stages: int | Sequence[range], own: Collectio
     )
 
 
-def _stage(model: DeepseekV3, layers: range) -> ModelStage:
-    is_first, is_last = layers.start == 0, layers.stop == model.config.num_hidden_layers
+def _stage(model: DeepseekV3, layers: range, is_last: bool) -> ModelStage:
+    is_first = layers.start == 0
     stage = _with_layers(ModelStage, model, set(layers), is_first, is_last)
     stage.layers, stage.is_first, stage.is_last = layers, is_first, is_last
     return stage

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 from octile.models.config import ModelConfig
 from octile.plan.division import divide, fold
@@ -110,37 +110,27 @@ class Stage:
 
 
 def make_stages(c: ModelConfig, layout: Layout, cluster: Cluster) -> tuple[Stage, ...]:
-    """The stages of a model that is divided as by `stage_layers`."""
-    parts, exchange_seconds = make_parts(c, layout, cluster), _exchange_seconds(c, layout, cluster)
-    *stages, last = (parts[layers.start : layers.stop] for layers in _divide(parts, exchange_seconds, layout))
-    return tuple(Stage(tuple(own), exchange_seconds) for own in (*stages, [*last, parts[-1]]))
+    """Divide a model into stages so that the slowest rank takes as little time as possible.
+
+    With DualPipeV a rank has two stages, whose times add up; in bidirectional schedules it has one in each direction,
+    and each counts alone. Exchanges count unless the schedule overlaps them with computation.
+    """
+    exchange_seconds = exchange(c, layout.micro_batch_tokens, layout.ep, cluster, layout.is_balanced).total
+    parts = make_parts(c, layout, cluster)
+    shown = 0.0 if layout.schedule in OVERLAPPING else 2 * exchange_seconds
+    costs = tuple(sum(part.alone.values()) + part.mixtures * shown for part in parts)
+    bounds = fold(costs, layout.pp) if layout.schedule == "dualpipev" else divide(costs, layout.stages)
+    return tuple(Stage(tuple(parts[begin:end]), exchange_seconds) for begin, end in bounds)
 
 
 def stage_layers(c: ModelConfig, layout: Layout, cluster: Cluster) -> list[range]:
-    """The layers of each stage of a pipeline, divided so that the slowest rank takes as little time as possible.
+    """The layers of each stage of `make_stages`.
 
-    The last stage has the head and multi-token prediction, too. With DualPipeV a rank has two stages, whose times add
-    up; in bidirectional schedules it has one in each direction, and each counts alone. Exchanges count unless the
-    schedule overlaps them with computation.
-
-    Args:
-        c: the model, with at least a layer for each stage.
-        layout: the pipeline and its micro-batches.
-        cluster: whose GPUs' times count.
+    The last stage has the head and multi-token prediction, too. If these take long it has no layers: an empty range.
     """
-    return _divide(make_parts(c, layout, cluster), _exchange_seconds(c, layout, cluster), layout)
-
-
-def _divide(parts: Sequence[Part], exchange_seconds: float, layout: Layout) -> list[range]:
-    shown = 0.0 if layout.schedule in OVERLAPPING else 2 * exchange_seconds
-    *costs, last, end = (sum(part.alone.values()) + part.mixtures * shown for part in parts)
-    costs.append(last + end)
-    divided = fold(tuple(costs), layout.pp) if layout.schedule == "dualpipev" else divide(tuple(costs), layout.stages)
-    return [range(begin, end) for begin, end in divided]
-
-
-def _exchange_seconds(c: ModelConfig, layout: Layout, cluster: Cluster) -> float:
-    return exchange(c, layout.micro_batch_tokens, layout.ep, cluster, layout.is_balanced).total
+    ends = [0, *accumulate(len(stage.parts) for stage in make_stages(c, layout, cluster))]
+    ends[-1] = c.num_hidden_layers
+    return [range(begin, end) for begin, end in pairwise(ends)]
 
 
 def make_parts(c: ModelConfig, layout: Layout, cluster: Cluster) -> list[Part]:
