@@ -11,9 +11,9 @@ and takes c(k) times as long as one without drafts. The count is the k with the 
 A request begins as if of four drafts at each position 80% had been accepted, so with up to three drafts: DeepSeek-V3
 reports 85 to 90% for the first one, octile's records have 68 and 93%. Where nothing is accepted, four steps show it. A
 rate is the mean of these four and of what was seen, and from 16 on an exponential average. Positions that the count
-leaves out are not seen any more. Therefore, after 64 steps, the rate of the first of them is raised to where its draft
-would just pay, and the next draft there decides. If it is rejected, twice as many steps pass before the next trial, up
-to 512.
+leaves out are not seen any more. Therefore, after 64 steps, or 16 without drafts, the rate of the first of them is
+raised to where its draft would just pay, and the next draft there decides. If it is rejected, twice as many steps pass
+before the next trial, up to 512.
 
 The count depends on the request's own drafts alone, and not on how long steps take in fact: a request that is alone
 takes the same steps each time, and ranks that share a request agree.
@@ -35,7 +35,7 @@ FIRST, FURTHER = 0.45, 0.3  # of a step without drafts
 COSTS = (1.0, *(1 + FIRST + FURTHER * i for i in range(MAX_DRAFTS)))
 PRIOR, PRIOR_SEEN = 0.8, 4  # rate of each position at first, and how many drafts it stands for
 SEEN = 16  # drafts after which a rate is an exponential average
-TRIAL, MAX_TRIAL = 64, 512  # steps before a position is tried again
+FIRST_TRIAL, TRIAL, MAX_TRIAL = 16, 64, 512  # steps before the first position, or another one, is tried again
 ROUNDING = 1e-9  # up to which speeds are equal; of equal ones the count with more drafts is taken
 
 
@@ -53,8 +53,9 @@ class DraftCount:
     def __init__(self, most: int):
         self._rates = [PRIOR] * most
         self._seen = [PRIOR_SEEN] * most
-        self._steps, self._trial = 0, TRIAL  # with fewer drafts than most, and after how many there is a trial
+        self._steps, self._trials = 0, _trials(most)  # with fewer drafts than most; after how many a position is tried
         self._limit = most  # of the count: during a trial one more than before it
+        self._tried: float | None = None  # the rate of its position before the trial
         self._choose()
 
     def record(self, offered: int, accepted: int) -> None:
@@ -64,19 +65,22 @@ class DraftCount:
             offered: drafts that were verified; 0: none.
             accepted: those before the first that was rejected.
         """
+        if offered >= self._limit > accepted and self._tried is not None:
+            self._rates[self._limit - 1] = self._tried  # the trial has failed
         for i in range(min(accepted + 1, offered)):
             self._seen[i] = min(self._seen[i] + 1, SEEN)
             self._rates[i] += (float(i < accepted) - self._rates[i]) / self._seen[i]
         if offered == accepted > 0:
-            self._trial = TRIAL
+            self._trials = _trials(len(self._rates))
         if offered >= self._limit:
-            self._limit = len(self._rates)
+            self._limit, self._tried = len(self._rates), None
+        before = self.count
         self._choose()
-        if self.count == len(self._rates):
+        if self.count == len(self._rates) or self.count == 0 < before:
             self._steps = 0
             return
         self._steps += 1
-        if self._steps >= self._trial:
+        if self._steps >= self._trials[self.count]:
             self._try_one_more()
 
     def _choose(self) -> None:
@@ -85,12 +89,12 @@ class DraftCount:
 
     def _try_one_more(self) -> None:
         """Raise the rate of the first position that is left out to where its draft would just pay, if it can."""
-        self._steps, self._trial = 0, min(2 * self._trial, MAX_TRIAL)
         k, expected = self.count, self.expected
+        self._steps, self._trials[k] = 0, min(2 * self._trials[k], MAX_TRIAL)
         reached = expected[k] - expected[k - 1] if k else 1.0  # the probability that all k drafts are accepted
         gain = expected[k] * (COSTS[k + 1] / COSTS[k] - 1)
         if gain <= reached:
-            self._rates[k] = max(self._rates[k], gain / reached)
+            self._rates[k], self._tried = max(self._rates[k], gain / reached), self._rates[k]
             self._limit = k + 1
             self._choose()
 
@@ -120,6 +124,10 @@ def shared_count(requests: Sequence[DraftCount]) -> int:
         return most
     sums = [sum(request.expected[min(k, request.count)] for request in requests) for k in range(most + 1)]
     return best_count(sums)
+
+
+def _trials(most: int) -> list[int]:
+    return [FIRST_TRIAL, *[TRIAL] * (most - 1)]
 
 
 def _expected(rates: Sequence[float]) -> list[float]:

@@ -57,7 +57,7 @@ def test_without_acceptance_there_are_no_drafts_but_those_of_trials(most, ahead)
     drafting = [step for step, count in enumerate(counts[n_first:]) if count]
     begins = [step for step in drafting if step - 1 not in drafting]
     waits = [b - a for a, b in itertools.pairwise(begins)]
-    assert 64 <= waits[0] < 2 * 64 + 9
+    assert 16 <= waits[0] < 2 * 16 + 9
     assert waits == sorted(waits)
     assert 512 <= waits[-1] < 512 + 9
     assert speed > 0.98
@@ -76,7 +76,8 @@ def test_a_text_whose_drafts_become_right_has_them_all_again(most, ahead):
 def test_a_text_whose_drafts_become_wrong_has_none_soon(most, ahead):
     counts, _ = counts_of(most, 250, lambda step: [step < 200] * most, ahead)
     assert counts[199] == most
-    assert counts[220:] == [0] * 30
+    drafting = [count for count in counts[220:] if count]
+    assert drafting in ([], [1] * (1 + 2 * ahead))  # one trial, with one draft
 
 
 def test_only_the_first_drafts_are_made_where_later_ones_are_rejected():
