@@ -389,7 +389,7 @@ def check_captured(store: TokenStore, ranks: Ranks, schedule: str, recipe: str =
 
 
 def compare_captured(eager: Trainer, captured: Trainer, late: Trainer) -> None:
-    with launched_eagerly():
+    with deterministic(True), launched_eagerly():
         expected = steps(eager, WARM_UP_STEPS + 6)
         eager_validated = eager.evaluator.validate()["val_loss"]
     with deterministic(True), launched_late():
