@@ -1,5 +1,6 @@
 """`octile train` on a pipeline of two GPUs, over NCCL, compared with one: tests/train/strategy/pipeline_cases.py."""
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from tests.train.strategy import pipeline_cases
 from tests.train.strategy.test_ranks import free_port
+from tests.train.strategy.test_torchrun import FAULTY, OPTIONS, PIPELINE, losses, torchrun
 from tests.worlds import Failures, assert_passed, start_once, start_ranks
 
 pytestmark = pytest.mark.timeout(400, method="thread")  # the first test runs all cases
@@ -27,3 +29,15 @@ def failures(store, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int],
 @pytest.mark.parametrize("name", pipeline_cases.gpu_cases())
 def test_trainers(failures, name: str):
     assert_passed(failures(2), name)
+
+
+def test_a_rank_that_is_killed_among_captured_steps_is_restarted_and_resumes(text, tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    arguments = [*OPTIONS, *PIPELINE, f"--data={text}", "--device=cuda", "--recipe=bf16", "--steps=10"]
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    for run, step in ((straight, 100), (killed, 8)):  # the first is never killed
+        ended = torchrun(str(FAULTY), str(step), *arguments, f"--out={run}", restarts=1)
+        assert ended.returncode == 0, ended.stderr
+    assert re.search(r"resumed at step [46] ", ended.stdout)
+    assert losses(killed) == pytest.approx(losses(straight), rel=1e-2)
