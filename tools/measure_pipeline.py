@@ -7,8 +7,8 @@ Each phase is a run of octile's trainer in the same processes: `alone` on one GP
 that has both stages of a folded pipeline (each rank on its own, at the same time), a schedule on two GPUs, captured in
 CUDA graphs; after `eager-` launched kernel by kernel, after `torch-` run by torch's executor
 (`torch.distributed.pipelining`), which launches kernel by kernel, too. A line has the tokens/s of the steps after
-warm-up and capture, relative to `alone`; how long the host takes to launch a step, and per action of the schedule; and
-the most memory.
+warm-up and capture, relative to `alone`; how long the host takes to launch a step, per action of the schedule, and for
+its graphs alone (the rest is the batch's tokens, and Python); and the most memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -70,6 +71,21 @@ def by_torch(pipeline: Pipeline, device: torch.device) -> Callable[..., None]:
     return step
 
 
+@contextmanager
+def timed_replays() -> Iterator[list[float]]:
+    """Yield a list to which each replay of a CUDA graph adds the host's seconds."""
+    seconds, replay = list[float](), torch.cuda.CUDAGraph.replay
+
+    def timed(graph: torch.cuda.CUDAGraph) -> None:
+        begin = time.perf_counter()
+        replay(graph)
+        seconds.append(time.perf_counter() - begin)
+
+    torch.cuda.CUDAGraph.replay = timed  # type: ignore[method-assign]
+    yield seconds
+    torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
+
+
 def measure(phase: str, config: TrainConfig, ranks: Ranks, device: torch.device) -> tuple[float, str]:
     """Return the tokens/s of a phase, and a line about it."""
     how, _, schedule = phase.rpartition("-")
@@ -96,8 +112,9 @@ def measure(phase: str, config: TrainConfig, ranks: Ranks, device: torch.device)
     if on_gpu:
         torch.cuda.synchronize()
     before, begin = trainer.progress.seconds, time.perf_counter()
-    for _ in range(STEPS):
-        trainer.launch()
+    with timed_replays() as replays:
+        for _ in range(STEPS):
+            trainer.launch()
     host = (time.perf_counter() - begin) / STEPS
     losses += [line["loss"] for line in trainer.collect()]
     seconds = (trainer.progress.seconds - before) / STEPS
@@ -105,7 +122,8 @@ def measure(phase: str, config: TrainConfig, ranks: Ranks, device: torch.device)
     tokens = config.batch_size * config.sequence_length
     line = (
         f"{tokens / seconds:,.0f} tokens/s, {1e3 * seconds:.1f} ms a step of {tokens:,} tokens, captured {captured}; "
-        f"the host launches it in {1e3 * host:.2f} ms, {1e6 * host / actions:.1f} µs for each of {actions} actions; "
+        f"the host launches it in {1e3 * host:.2f} ms, {1e6 * host / actions:.1f} µs for each of {actions} actions, "
+        f"of which its graphs {1e3 * sum(replays) / STEPS:.2f} ms; "
         f"peak {torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0:.2f} GiB; "
         f"losses {[round(loss, 5) for loss in losses]}"
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 from octile.parallel.schedules import SCHEDULES, Schedule, held_activations, make_schedule, simulate
 from octile.plan.hardware import read_cluster
-from octile.plan.layout import Layout
+from octile.plan.layout import Layout, ScheduleName
 from octile.plan.stages import stage_layers
 from octile.train.config import TrainConfig
 
@@ -45,17 +46,17 @@ def pipeline_layers(config: TrainConfig, schedule: Schedule) -> list[range]:
 
     They are the same on each device and for each recipe, so that a run can go on elsewhere.
     """
-    parallel, nodes = config.parallel, read_cluster(GPUS)
     layout = Layout(
-        pp=parallel.pp,
-        schedule=parallel.schedule,
-        batch_size=config.batch_size,
+        pp=schedule.n_ranks,
+        schedule=cast(ScheduleName, schedule.name),
+        batch_size=schedule.n_micro_batches * config.micro_batch_size,
         micro_batch_size=config.micro_batch_size,
         sequence_length=config.sequence_length,
         masters="replicated",
         is_balanced=True,
     )
-    return stage_layers(config.model, layout, replace(nodes, gpus=parallel.ranks, gpus_per_node=parallel.ranks))
+    ranks = replace(read_cluster(GPUS), gpus=schedule.n_ranks, gpus_per_node=schedule.n_ranks)
+    return stage_layers(config.model, layout, ranks)
 
 
 def held_share(config: TrainConfig) -> float:
