@@ -20,7 +20,8 @@ OPTIONS = ("-std=c++20", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIF
 OPTIONS += ("-fno-gnu-unique",)  # a process loads many kernels of one name
 SHARED = ("-shared", "-Wl,-Bsymbolic")
 # Most kernels run once, so that compiling them fast matters more. The core has loaded the libraries that they need.
-KERNEL = ("-Og", "-w", f"-I{HERE / 'device'}")
+# Paths are relative to HERE: all clones of octile on a machine share what is compiled.
+KERNEL = ("-Og", "-w", "-Idevice")
 WGMMA = re.compile(
     r"void (\w+)\(\s*float[^,]*, (const uint32_t|uint64_t).*"
     r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k\d+\.f32\.(\w+)\.(\w+).* add, 1, 1(?:, (\d))?(?:, (\d))?;",
@@ -37,8 +38,8 @@ def compiler() -> str | None:
 def core() -> ctypes.CDLL:
     """The emulator's core. A kernel's library finds its symbols, and those of its libraries, when it is loaded."""
     sources = sorted((HERE / "core").glob("*.cpp"))
-    text = "".join(f'#include "{path}"\n' for path in sources)  # with #pragma once
-    options = ("-O3", "-Wall", f"-I{HERE / 'device'}", *SHARED)
+    text = "".join(f'#include "core/{path.name}"\n' for path in sources)  # with #pragma once
+    options = ("-O3", "-Wall", "-I.", "-Idevice", *SHARED)
     library = _compile("core.so", text, _stamp("core") + _stamp("device"), options)
     return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
@@ -121,6 +122,7 @@ def _compile(file: str, text: str, stamp: str, options: tuple[str, ...]) -> Path
             source.write_text(text)
             done = subprocess.run(
                 [found, *OPTIONS, *options, "-o", str(built), str(source)],
+                cwd=HERE,
                 capture_output=True,
                 text=True,
                 check=False,
