@@ -34,7 +34,7 @@ from octile.parallel.decoding import SortedExchange
 from octile.parallel.experts import Across
 from octile.parallel.links import NVSHMEM_EXCHANGE
 from octile.scaled import ScaledTensor
-from tests.triton_interpreter import find_dtypes_once, patch_languages_once
+from tests.triton_interpreter import quicken_interpreter
 from tests.worlds import run_cases
 
 E, K, D = 8, 3, 160  # D is no multiple of 128: the last scale of a row is that of a smaller tile
@@ -810,8 +810,7 @@ def all_to_all_by_gloo(outgoing: Tensor, incoming: Tensor, splits: Tensor, found
 def peers_on_cpu(folder: Path) -> Iterator[None]:
     """Let ranks on a CPU use symmetric memory, in files of a folder, and Triton's interpreter."""
     with pytest.MonkeyPatch.context() as patch:
-        patch_languages_once(patch)
-        find_dtypes_once(patch)
+        quicken_interpreter(patch)
         for name in ("PEER_SMS", "PEER_SMS_OVERLAPPED"):  # an interpreter runs the programs one after the other
             patch.setattr(launch_config, name, 2)
         patch.setattr(symmetric_memory.PeerMemory, "allocate", partialmethod(allocate_files, folder))

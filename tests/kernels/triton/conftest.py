@@ -21,7 +21,7 @@ from triton.runtime import interpreter
 
 from octile.kernels.triton.device import DeviceProperties, assume_device
 from tests.kernels.triton.gpus import EVERY_GPU, GPUS
-from tests.triton_interpreter import find_dtypes_once, patch_languages_once
+from tests.triton_interpreter import quicken_interpreter
 
 TORCH = {
     tl.float32: torch.float32,
@@ -43,8 +43,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[DeviceProperties]:
 
 @pytest.fixture(autouse=True)
 def fast_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    patch_languages_once(monkeypatch)
-    find_dtypes_once(monkeypatch)
+    quicken_interpreter(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
