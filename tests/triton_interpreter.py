@@ -86,7 +86,7 @@ def describe_tensors_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def compare_shapes_first(patch: pytest.MonkeyPatch) -> None:
-    """Broadcast no operands that have the same shape, which the interpreter finds by comparing objects for each size."""
+    """Broadcast no operands that have the same shape: the interpreter compares objects that it makes for each size."""
     broadcast: Callable[..., tuple[tl.tensor, tl.tensor]] = TritonSemantic.broadcast_impl_value
 
     def sizes(operand: tl.tensor) -> list[int] | None:

@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import cache, partial
 from importlib import import_module
@@ -178,6 +178,7 @@ class Outcomes:
         ranks: their number.
         device: "cuda" gives each rank a GPU, and NCCL.
         imports: modules that the functions import, which ranks on the CPU share.
+        further: those of the functions that are exhaustive tests; they run in a group of their own, if at all.
     """
 
     def __init__(
@@ -188,19 +189,29 @@ class Outcomes:
         ranks: int = 2,
         device: str = "cpu",
         imports: Sequence[str] = (),
+        further: Collection[Work] = (),
     ):
-        def start(world: int, folder: str) -> None:
-            arguments = world, device, tuple(works), folder
+        def start(is_further: bool, world: int, folder: str) -> None:
+            arguments = world, device, tuple(work for work in works if (work in further) == is_further), folder
             if device == "cuda":
                 start_ranks(_run_works, arguments, world)
             else:
                 start_ranks(_fork_ranks, (_run_works, arguments, world, imports), 1)
 
-        self._failures = start_once(tmp_path_factory, name, start)(ranks)
+        names = name, f"{name}-further"
+        self._failures = [start_once(tmp_path_factory, n, partial(start, n != name)) for n in names]
+        self._ranks, self._further = ranks, further
 
     def assert_passed(self, work: Work) -> None:
         """Fail with what the function raised on each rank."""
-        assert_passed(self._failures, work.__name__)
+        assert_passed(self._failures[work in self._further](self._ranks), work.__name__)
+
+
+def each_work(works: Sequence[Work], further: Collection[Work] = ()) -> pytest.MarkDecorator:
+    """Test with each function, of which the further ones are exhaustive."""
+    marks = [[pytest.mark.exhaustive] if work in further else [] for work in works]
+    parameters = [pytest.param(work, marks=m, id=work.__name__) for work, m in zip(works, marks, strict=True)]
+    return pytest.mark.parametrize("work", parameters)
 
 
 def _fork_ranks(

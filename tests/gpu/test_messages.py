@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.parallel.test_messages import messages_of_all, messages_of_one
-from tests.worlds import Outcomes, Work
+from tests.worlds import Outcomes, Work, each_work
 
 WORKS = (messages_of_all, messages_of_one)
 
@@ -16,6 +16,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return Outcomes(tmp_path_factory, "messages-on-gpus", WORKS, device="cuda")
 
 
-@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__)
+@each_work(WORKS)
 def test_on_two_gpus(outcomes: Outcomes, work: Work):
     outcomes.assert_passed(work)

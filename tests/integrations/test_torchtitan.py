@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.worlds import Outcomes, Work
+from tests.worlds import Outcomes, Work, each_work
 
 pytest.importorskip("torchtitan")
 
@@ -38,23 +38,12 @@ EXHAUSTIVE = (
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return Outcomes(tmp_path_factory, "torchtitan", WORKS, imports=MODULES)
+    return Outcomes(tmp_path_factory, "torchtitan", (*WORKS, *EXHAUSTIVE), imports=MODULES, further=EXHAUSTIVE)
 
 
-@pytest.fixture(scope="module")
-def exhaustive_outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return Outcomes(tmp_path_factory, "torchtitan-exhaustive", EXHAUSTIVE, imports=MODULES)
-
-
-@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__)
+@each_work((*WORKS, *EXHAUSTIVE), EXHAUSTIVE)
 def test_jobs_on_two_ranks(work: Work, outcomes: Outcomes):
     outcomes.assert_passed(work)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("work", EXHAUSTIVE, ids=lambda work: work.__name__)
-def test_further_jobs_on_two_ranks(work: Work, exhaustive_outcomes: Outcomes):
-    exhaustive_outcomes.assert_passed(work)
 
 
 ONE_RANK = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "etp": 1, "world_size": 1}

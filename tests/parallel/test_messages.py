@@ -34,7 +34,7 @@ from octile.parallel.messages import (
 from octile.parallel.ranks import RanksError, world
 from octile.serve.engine.request import Sampling
 from octile.signals import Stopped
-from tests.worlds import Outcomes, Work
+from tests.worlds import Outcomes, Work, each_work
 
 SOURCE = Path(messages.__file__).parents[1]
 
@@ -307,7 +307,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return Outcomes(tmp_path_factory, "messages", WORKS)
 
 
-@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__)
+@each_work(WORKS)
 def test_on_two_ranks(outcomes: Outcomes, work: Work):
     outcomes.assert_passed(work)
 

@@ -23,7 +23,7 @@ from octile.tokenizer import Tokenizer
 from tests.serve import models
 from tests.serve.models import EXCHANGED_ROWS, adding, exchanges_on_cpu, new_model, text
 from tests.serve.ranks.test_experts import FIRST, N_PAGES, THREE_LAYERS, spread
-from tests.worlds import Outcomes
+from tests.worlds import Outcomes, each_work
 
 SAMPLINGS = [
     Sampling(3 + 3 * (i % 2), temperature=0.7 * (i % 2), top_p=0.5 if i == 3 else 1.0, seed=i, ignore_eos=True)
@@ -264,13 +264,18 @@ WORKS = [
     tokens_of_experts_travel_when_they_have_changed,
     a_request_keeps_its_id_and_its_seed_on_its_rank,
 ]
+FURTHER = {  # with what shows the same
+    texts_with_the_exchanges_of_gpus: (
+        "texts_with_drafts_and_the_exchanges_of_gpus_in_fp8, and texts_of_steps_that_are_launched_ahead without drafts"
+    ),
+}
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return Outcomes(tmp_path_factory, "front-engine", WORKS)
+    return Outcomes(tmp_path_factory, "front-engine", WORKS, further=FURTHER)
 
 
-@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__)
+@each_work(WORKS, FURTHER)
 def test_two_ranks(outcomes: Outcomes, work):
     outcomes.assert_passed(work)

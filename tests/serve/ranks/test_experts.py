@@ -26,7 +26,7 @@ from octile.serve.weights.weights import ServedWeights
 from octile.tokenizer import Tokenizer
 from tests.parallel.expert_cases import peers_on_cpu
 from tests.serve.models import CONFIG, Texts, exact_model, new_model, text
-from tests.worlds import Outcomes
+from tests.worlds import Outcomes, each_work
 
 N_PAGES = 20
 THREE_LAYERS = replace(CONFIG, num_hidden_layers=3)  # two of them with experts, and a prediction layer, not served
@@ -387,7 +387,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return Outcomes(tmp_path_factory, "spread-experts", WORKS)
 
 
-@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__)
+@each_work(WORKS)
 def test_two_ranks(outcomes: Outcomes, work):
     outcomes.assert_passed(work)
 

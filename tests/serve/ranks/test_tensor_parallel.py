@@ -39,7 +39,7 @@ from tests.serve.ranks.test_engine import (
     texts_of_one_process,
     with_front,
 )
-from tests.worlds import Outcomes
+from tests.worlds import Outcomes, each_work
 
 N_PAGES = 20
 # heads of 128 channels for each rank of two, whole blocks of FP8 weights
@@ -465,23 +465,36 @@ OF_FOUR = [
     requests_go_to_the_group_that_has_the_fewest,
     counts_are_those_of_groups,
 ]
+OF_A_DRAFT = (
+    "one_rank_lacks_a_draft_of_logits_that_have_a_nan_on_another, whose drafts are several and whose steps are not "
+    "launched ahead, and one_rank_lacks_a_draft_before_a_step_that_is_launched_ahead, whose rank 0 chooses the draft"
+)
+FURTHER = {  # with what shows the same
+    texts_with_drafts: "the same two, and texts_with_drafts_of_steps_that_are_launched_ahead",
+    one_rank_lacks_a_draft: OF_A_DRAFT,
+    one_rank_lacks_a_draft_between_two_passes: OF_A_DRAFT,
+}
+FURTHER_OF_FOUR = {
+    texts_with_drafts_of_steps_that_are_launched_ahead: "that of two ranks, and texts_are_those_of_one_process of four",
+}
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return Outcomes(tmp_path_factory, "serving-tensor-parallel", WORKS)
+    return Outcomes(tmp_path_factory, "serving-tensor-parallel", WORKS, further=FURTHER)
 
 
 @pytest.fixture(scope="module")
 def outcomes_of_four(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return Outcomes(tmp_path_factory, "serving-tensor-parallel-in-groups", OF_FOUR, ranks=4)
+    name = "serving-tensor-parallel-in-groups"
+    return Outcomes(tmp_path_factory, name, OF_FOUR, ranks=4, further=FURTHER_OF_FOUR)
 
 
-@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__)
+@each_work(WORKS, FURTHER)
 def test_two_ranks(outcomes: Outcomes, work):
     outcomes.assert_passed(work)
 
 
-@pytest.mark.parametrize("work", OF_FOUR, ids=lambda work: work.__name__)
+@each_work(OF_FOUR, FURTHER_OF_FOUR)
 def test_two_groups_of_two_ranks(outcomes_of_four: Outcomes, work):
     outcomes_of_four.assert_passed(work)

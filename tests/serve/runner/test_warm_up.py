@@ -32,7 +32,7 @@ from tests.serve.ranks.test_engine import TOKENIZER
 from tests.serve.ranks.test_experts import THREE_LAYERS
 from tests.serve.ranks.test_tensor_parallel import CHOOSING, MODEL, N_PAGES, TWO_RANKS
 from tests.serve.weights.test_routed_shared_experts import OF_ONE
-from tests.worlds import Outcomes
+from tests.worlds import Outcomes, each_work
 
 OF_PASSES = attention, top_k_keys, decoding, experts, feed_forward, forward, gemms, graphs, symmetric_memory
 PASSES = {module.__file__ for module in OF_PASSES}
@@ -243,6 +243,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return Outcomes(tmp_path_factory, "warm-up", WORKS)
 
 
-@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__)
+@each_work(WORKS)
 def test_two_ranks(outcomes: Outcomes, work):
     outcomes.assert_passed(work)

@@ -19,7 +19,7 @@ from octile.serve.weights.weights import ServedWeights
 from tests.serve.models import CONFIG, EXCHANGED_ROWS, exchanges_on_cpu, new_model
 from tests.serve.ranks.test_engine import texts_of, texts_of_one_process, with_front
 from tests.serve.ranks.test_tensor_parallel import MODEL
-from tests.worlds import Outcomes
+from tests.worlds import Outcomes, each_work
 
 N_PAGES = 20
 ONE = replace(CONFIG, num_hidden_layers=3)  # one shared expert, expert 8
@@ -159,7 +159,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return Outcomes(tmp_path_factory, "routed-shared-experts", WORKS)
 
 
-@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__)
+@each_work(WORKS)
 def test_two_ranks(outcomes: Outcomes, work):
     outcomes.assert_passed(work)
 

@@ -19,6 +19,9 @@ FURTHER = {  # with what shows the same
     "late-1f1b-2x2": "late-dualpipe, and late weights of data-parallel ranks in test_ranks.py",
     "delayed-dualpipe": "deepseek_v3-zb1p and moved-1f1b, whose recipe is delayed",
     "equal_run-gpipe": "equal_run-1f1b, of the same stages, and GPipe's passes in tests/parallel/test_pipeline.py",
+    "equal_run-chimera": "equal_run-dualpipe, of the same stages, and its passes in tests/parallel/test_pipeline.py",
+    "equal_run-zb1p": "ramp, whose steps by ZB1P are those of one process, and equal_run-1f1b, of the same stages",
+    "muon-1f1b": "moved-1f1b, whose optimizer has two moments of each weight, and Muon's state in test_ranks.py",
 }
 
 

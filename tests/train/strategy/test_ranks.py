@@ -12,6 +12,7 @@ from tests.worlds import Failures, assert_passed, start_once, start_ranks
 FURTHER = {  # with what shows the same
     "equal_run-4-2": "equal_run-2-2, and moved-4-2, whose steps and state are those of one process, too",
     "moved-2-2": "moved-4-2, whose experts are spread and copied, and test_moved_runs, whose are only spread",
+    "collected-float32": "collected-deepseek_v3, which has experts of its own and shards of the other weights",
     "captured_late": "late_weights-deepseek_v3",  # nothing is captured on a CPU
     "late_weights-2": "late_weights-1 and late_weights-deepseek_v3, of spread experts",
     "becoming_eager-2": "becoming_eager-1, which gathers the weights of all experts, too",
