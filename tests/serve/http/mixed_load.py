@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import re
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -110,8 +111,17 @@ def answers_alone(url: str, asked: Sequence[Asked]) -> list[dict[str, Any]]:
     return found
 
 
-async def answers_together(url: str, asked: Sequence[Asked], n_clients: int) -> list[dict[str, Any] | int | None]:
-    """The answer to each request, or its status if that is not 200; None for one whose client has left."""
+async def answers_together(
+    url: str, asked: Sequence[Asked], n_clients: int, refused: threading.Event | None = None
+) -> list[dict[str, Any] | int | None]:
+    """The answer to each request, or its status if that is not 200; None for one whose client has left.
+
+    Args:
+        url: of the server.
+        asked: the requests.
+        n_clients: how many there are at a time.
+        refused: set when a request is refused because too many are in flight.
+    """
     waiting, found = iter(enumerate(asked)), dict[int, dict[str, Any] | int | None]()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client, asyncio.TaskGroup() as clients:
@@ -119,6 +129,8 @@ async def answers_together(url: str, asked: Sequence[Asked], n_clients: int) -> 
         async def run() -> None:
             for i, request in waiting:
                 found[i] = await (_leave(url, request) if request.leaves else _answer(client, request))
+                if refused is not None and found[i] == 503:
+                    refused.set()
 
         for _ in range(min(n_clients, len(asked))):
             clients.create_task(run())

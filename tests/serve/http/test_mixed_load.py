@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import threading
 from collections import Counter
 from dataclasses import replace
 from signal import SIGTERM
@@ -56,8 +57,8 @@ def is_idle(url: str) -> bool:
     return not any(now[name] for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"))
 
 
-def together(url: str, asked, n_clients: int = 24) -> list:
-    return asyncio.run(answers_together(url, asked, n_clients))
+def together(url: str, asked, n_clients: int = 24, refused: threading.Event | None = None) -> list:
+    return asyncio.run(answers_together(url, asked, n_clients, refused))
 
 
 def assert_same(asked, alone, under_load) -> None:
@@ -169,8 +170,15 @@ def test_a_thousand_clients_with_schemas_and_tools_lose_nothing(of_v31, start, m
     monkeypatch.setattr(connection, "HEAD_SECONDS", 300.0)  # the clients and the server share a process
     asked = draw(1000, 4, of_v31, FOLLOWING, leaving=0)
     served = start(Limits(in_flight=in_flight), n_pages=20_000, max_batch=64)
-    found = Counter[str]()
-    for request, answer in zip(asked, together(served.url, asked, 1000), strict=True):
+    found, refused, step = Counter[str](), threading.Event(), served.engine.step
+
+    def step_after_a_refusal() -> list:  # however slowly clients come: one finds no free slot
+        assert refused.wait(120)
+        return step()
+
+    if in_flight < 1000:
+        monkeypatch.setattr(served.engine, "step", step_after_a_refusal)
+    for request, answer in zip(asked, together(served.url, asked, 1000, refused), strict=True):
         if answer == 503:
             found["refused"] += 1
             continue
