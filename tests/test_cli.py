@@ -28,7 +28,7 @@ from octile.train.compare.compare import Comparison
 from octile.train.config import OptimConfig, ParallelConfig, TrainConfig, preset
 from octile.train.run.folder import RunFolder
 from octile.validation import annotations_of
-from tests.train.conftest import MICRO
+from tests.train.conftest import MICRO, estimate_memory_once, write_no_report
 
 MICRO_RUN = [
     *("--steps", "2", "--batch-size", "2", "--sequence-length", "32", "--val-sequences", "2", "--device", "cpu"),
@@ -87,6 +87,13 @@ def trained(text, tmp_path_factory) -> Path:
     run = tmp_path_factory.mktemp("cli-trained") / "run"
     main(["train", "--data", str(text), "--out", str(run), "--checkpoint-every", "1", *MICRO_RUN])
     return run
+
+
+@pytest.fixture
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have runs write no report and no sample, which `trained` has, and estimate their memory once."""
+    write_no_report(monkeypatch)
+    estimate_memory_once(monkeypatch)
 
 
 def test_help_names_every_command(capsys):
@@ -512,6 +519,7 @@ def test_an_option_whose_value_is_missing_is_refused(capsys):
     assert "--preset needs a value (" in refused(capsys, "train", "--preset", "small", "--preset")
 
 
+@pytest.mark.usefixtures("no_report")
 def test_data_that_was_missing_does_not_block_the_run_folder(capsys, text, tmp_path):
     run = str(tmp_path / "run")
     refused(capsys, "train", "--data", str(tmp_path / "none"), "--out", run, *MICRO_RUN)
@@ -545,6 +553,7 @@ def test_resume_without_a_run(capsys):
     assert "--resume needs --out RUN" in refused(capsys, "train", "--resume")
 
 
+@pytest.mark.usefixtures("no_report")
 def test_a_run_with_a_recipe_file_is_resumed_without_the_file(capsys, text, tmp_path):
     run, file = tmp_path / "run", tmp_path / "mine.toml"
     file.write_text('recipe = "per_tensor"\n')
@@ -895,6 +904,7 @@ def test_json_holds_measures_as_numbers(capsys, command):
     assert [text for text in strings(json.loads(out)) if MEASURE.fullmatch(text)] == []
 
 
+@pytest.mark.usefixtures("no_report")
 def test_a_warning_of_ours_is_a_line(capsys, trained, tmp_path):
     run = Path(shutil.copytree(trained, tmp_path / "run"))
     with (run / "checkpoints/step_00000002/tensors.safetensors").open("r+b") as file:
