@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.compatibility import family_cases as cases
-from tests.worlds import Outcomes
+from tests.worlds import Outcomes, each_work
+
+TORCHTITANS = (cases.torchtitan_llama3, cases.torchtitan_deepseek_v3)
+FURTHER = (cases.torchtitan_deepseek_v3,)  # tests/integrations/test_torchtitan.py runs jobs of it on the same functions
 
 
 @pytest.fixture(scope="module")
@@ -15,9 +18,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     works = [cases.llama, cases.qwen3_moe, cases.deepseek_v3, cases.llama_in_two_dimensions]
     imports = []
     if find_spec("torchtitan") is not None:
-        works += [cases.torchtitan_llama3, cases.torchtitan_deepseek_v3]
+        works += TORCHTITANS
         imports = ["torchtitan.config", "torchtitan.models.deepseek_v3", "torchtitan.models.llama3"]
-    return Outcomes(tmp_path_factory, "family", works, cases.RANKS, imports=imports)
+    return Outcomes(tmp_path_factory, "family", works, cases.RANKS, imports=imports, further=FURTHER)
 
 
 def test_llama(outcomes: Outcomes):
@@ -36,7 +39,7 @@ def test_llama_with_fsdp2_and_tensor_parallelism(outcomes: Outcomes):
     outcomes.assert_passed(cases.llama_in_two_dimensions)
 
 
-@pytest.mark.parametrize("work", [cases.torchtitan_llama3, cases.torchtitan_deepseek_v3])
+@each_work(TORCHTITANS, FURTHER)
 def test_torchtitans_functions_parallelize_its_converted_models(work: Callable[[int, Path], None], outcomes: Outcomes):
     pytest.importorskip("torchtitan")
     outcomes.assert_passed(work)
