@@ -218,6 +218,7 @@ def checks(fmt: str):
     return "ALL" if fmt == "int8" else WITHOUT_ALLCLOSE
 
 
+@pytest.mark.each_value
 @every_format
 @pytest.mark.parametrize("counts", [[3, 0, 4], [7], [0]], ids=str)
 def test_grouped_matmul_nt_is_a_well_formed_operator(fmt, counts):
@@ -239,6 +240,7 @@ def test_masked_grouped_matmul_nt_is_a_well_formed_operator(fmt):
     torch.library.opcheck(masked_grouped_matmul_nt.overload, arguments, test_utils=checks(fmt))
 
 
+@pytest.mark.each_value
 @every_format
 @pytest.mark.parametrize("counts", [[3, 0, 4], [7], [0]], ids=str)
 def test_grouped_wgrad_is_a_well_formed_operator(fmt, counts):

@@ -146,6 +146,7 @@ def checks(fmt: str):
     return "ALL" if fmt == "int8" else WITHOUT_ALLCLOSE
 
 
+@pytest.mark.each_value
 @every_format
 @pytest.mark.parametrize("shape", [(5, 6, 130), (1, 1, 1), (0, 6, 128), (5, 6, 0)], ids=str)
 def test_matmul_nt_is_a_well_formed_operator(fmt, shape):
@@ -161,6 +162,7 @@ def test_matmul_nt_takes_transposed_views_as_a_well_formed_operator(fmt):
     torch.library.opcheck(matmul_nt.overload, arguments, test_utils=checks(fmt))
 
 
+@pytest.mark.each_value
 @every_format
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_matmul_nt_out_is_a_well_formed_operator(fmt, accumulate):

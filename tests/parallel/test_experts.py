@@ -21,7 +21,7 @@ MESHES = {
     4: ["nvshmem_peers", "ranks", "peers", "nodes", "node_peers"],
 }
 SEVERAL_EXCHANGES = {"recomputed", "interleaved", "two_passes", "second_derivative", "observed", "overlap"}
-FEW = {"gate", "drawn", "more_than_a_tile", "no_tokens"}  # a recipe's cases that are not exhaustive for all peers
+FEW = {"gate", "more_than_a_tile", "no_tokens"}  # a recipe's cases that are not exhaustive for all peers
 NAMES = {world: list(expert_cases.cases(world, [], dict.fromkeys(meshes))) for world, meshes in MESHES.items()}
 
 
@@ -43,9 +43,9 @@ def draw(world: int) -> list[Tokens]:
 def is_further(world: int, name: str) -> bool:
     """Whether other cases show the same.
 
-    For four peers these are two peers, and peers of nodes; for NVSHMEM and peers of nodes two peers, but for FEW; for
-    other recipes of peers FP8. For four ranks without peers two ranks show each recipe's rows, and what calls an
-    exchange several times or differentiates it in another way.
+    For four peers these are two peers, and peers of nodes; for NVSHMEM and peers of nodes two peers, but for FEW, and
+    many exchanges, whose numbers of tokens are drawn, too; for other recipes of peers FP8. For four ranks without peers two ranks show each recipe's rows, and what calls an
+    exchange several times or differentiates it in another way; FP32 shows where rows of any distribution go.
     """
     what, _, of = name.rpartition("-")
     kind, _, mode = what.partition("-")
@@ -54,7 +54,7 @@ def is_further(world: int, name: str) -> bool:
     if of in ("nvshmem_peers", "node_peers"):
         return kind in SEVERAL_EXCHANGES or (mode != "" and kind not in FEW)
     if world == 4:
-        is_another_recipe = mode in ("fp8_unfused", "fp8_in_fp32", "bf16") and kind not in ("gate", "overlap")
+        is_another_recipe = mode not in ("", "fp32") and kind not in ("gate", "overlap", "recomputed")
         return is_another_recipe or (of == "ranks" and kind in SEVERAL_EXCHANGES)
     return of == "peers" and mode in ("fp32", "fp8_unfused") and kind not in ("gate", "overlap", "recomputed")
 
