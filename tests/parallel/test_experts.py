@@ -44,8 +44,9 @@ def is_further(world: int, name: str) -> bool:
     """Whether other cases show the same.
 
     For four peers these are two peers, and peers of nodes; for NVSHMEM and peers of nodes two peers, but for FEW, and
-    many exchanges, whose numbers of tokens are drawn, too; for other recipes of peers FP8. For four ranks without peers two ranks show each recipe's rows, and what calls an
-    exchange several times or differentiates it in another way; FP32 shows where rows of any distribution go.
+    many exchanges, whose numbers of tokens are drawn, too; for other recipes of peers FP8. For four ranks without peers
+    two ranks show each recipe's rows, and what calls an exchange several times or differentiates it in another way, and
+    FP32 shows where rows of any distribution go.
     """
     what, _, of = name.rpartition("-")
     kind, _, mode = what.partition("-")

@@ -1,4 +1,4 @@
-"""`octile serve` under the real torchrun, on two processes: answers, a killed rank, SIGTERM, wrong options."""
+"""`octile serve` on two ranks, forked or under the real torchrun: answers, a killed rank, SIGTERM, wrong options."""
 
 import os
 import re
@@ -92,16 +92,32 @@ def serving(
 
 
 @contextmanager
-def forked(folder: Path, output: Path, run: Callable[..., None] = forked_rank.run) -> Iterator[list[BaseProcess]]:
+def forked(
+    folder: Path, output: Path, *options: str, run: Callable[..., None] = forked_rank.run
+) -> Iterator[list[BaseProcess]]:
     """Two forked ranks of a server, whose output goes to files of a folder."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    ranks = begin_ranks(run, (store.port, str(output), [str(folder), "--port=0", "--device=cpu", *SPREAD]), 2)
+    arguments = [str(folder), "--port=0", "--device=cpu", *SPREAD, *options]
+    ranks = begin_ranks(run, (store.port, str(output), arguments), 2)
     try:
         yield ranks
     finally:
         for rank in ranks:
             rank.kill()
             rank.join()
+
+
+@contextmanager
+def client_of_forked(output: Path) -> Iterator[openai.OpenAI]:
+    """A client of forked ranks, which has waited until they serve."""
+
+    def url() -> re.Match | None:
+        printed = output / "0.out"
+        return re.search(r"base_url (\S+),", printed.read_text()) if printed.exists() else None
+
+    wait_until(url)
+    with openai.OpenAI(base_url=url()[1], api_key="any", max_retries=0, timeout=60) as client:
+        yield client
 
 
 def ranks_of(server: subprocess.Popen) -> list[psutil.Process]:
@@ -141,24 +157,32 @@ def text_of_one_process(folder: Path, tokenizer, seed: int) -> str:
 
 
 class Answered(NamedTuple):
-    """What two ranks have answered until SIGTERM, how the stream ended that then ran, and the server's last line."""
+    """What two ranks have answered until SIGTERM, how the stream ended that then ran, and how they ended."""
 
     texts: list[str]
     metrics: str
     finish_reason: str | None
     last_line: str
+    statuses: list[int | None]
 
 
 @pytest.fixture(scope="module")
-def answered(folder) -> Answered:
-    with serving(folder, *INVARIANT) as (server, client), ThreadPoolExecutor(6) as threads:
-        texts = list(threads.map(lambda seed: ask(client, seed), range(6)))
-        with urlopen(str(client.base_url.join("/metrics"))) as metrics:
-            counted = metrics.read().decode()
-        stream = begin_stream(client)
-        server.send_signal(signal.SIGTERM)
-        finish_reason = [chunk.choices[0].finish_reason for chunk in stream][-1]
-        return Answered(texts, counted, finish_reason, own_lines(server)[-1])
+def answered(folder, tmp_path_factory) -> Answered:
+    output = tmp_path_factory.mktemp("answered")
+    with forked(folder, output, *INVARIANT) as ranks:
+        with client_of_forked(output) as client, ThreadPoolExecutor(6) as threads:
+            texts = list(threads.map(lambda seed: ask(client, seed), range(6)))
+            with urlopen(str(client.base_url.join("/metrics"))) as metrics:
+                counted = metrics.read().decode()
+            stream = begin_stream(client)
+            for rank in ranks:
+                rank.terminate()  # as torchrun does when it is sent SIGTERM
+            finish_reason = [chunk.choices[0].finish_reason for chunk in stream][-1]
+        for rank in ranks:
+            rank.join(60)
+        lines = (output / "0.err").read_text().splitlines()
+        last_line = [line for line in lines if line.startswith("octile: ")][-1]
+        return Answered(texts, counted, finish_reason, last_line, [rank.exitcode for rank in ranks])
 
 
 def test_clients_get_the_texts_of_one_process(answered, folder, tokenizer):
@@ -171,9 +195,10 @@ def test_the_tokens_of_redundant_experts_are_counted(answered):
 
 def test_sigterm_lets_a_stream_end(answered):
     assert (answered.finish_reason, answered.last_line) == ("length", "octile: terminated")
+    assert answered.statuses == [exit_codes.TERMINATED, 0]  # rank 1 ends as rank 0 says
 
 
-@pytest.mark.exhaustive  # two ranks answer above, and groups without a server in tests/serve/ranks
+@pytest.mark.exhaustive  # two forked ranks answer above, and groups without a server in tests/serve/ranks
 def test_groups_that_share_requests_and_route_shared_experts_answer_as_one_process_does(tokenizer, tmp_path):
     heads = {"num_attention_heads": 4, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
     folder = save_untrained(replace(MICRO, **heads), tokenizer, tmp_path / "micro")
@@ -201,14 +226,8 @@ def check_line_of_lost_rank(lines: Sequence[str]) -> None:
 
 
 def test_a_killed_rank_ends_the_server_with_one_line_that_says_so(folder, tmp_path):
-    def url() -> re.Match | None:
-        return (
-            re.search(r"base_url (\S+),", (tmp_path / "0.out").read_text()) if (tmp_path / "0.out").exists() else None
-        )
-
     with forked(folder, tmp_path) as ranks:
-        wait_until(url)
-        with openai.OpenAI(base_url=url()[1], api_key="any", max_retries=0, timeout=60) as client:
+        with client_of_forked(tmp_path) as client:
             stream = begin_stream(client)
             ranks[1].kill()
             ranks[1].join()
@@ -254,7 +273,7 @@ def test_a_wrong_option_is_refused_in_one_line(folder):
 
 
 def test_a_rank_that_cannot_warm_up_ends_the_server_with_one_line(folder, tmp_path):
-    with forked(folder, tmp_path, forked_rank.run_and_fail) as ranks:
+    with forked(folder, tmp_path, run=forked_rank.run_and_fail) as ranks:
         for process in ranks:
             process.join(60)
     printed = "".join((tmp_path / f"{rank}.err").read_text() for rank in range(2))
