@@ -324,12 +324,13 @@ def test_an_update_that_is_written_when_its_time_is_over_is_answered_when_it_end
         send(message)
 
     def write_late(written, reader):
+        if CancelUpdate() not in sent:
+            served.advance(served.service.limits.seconds)
         wait_until(lambda: CancelUpdate() in sent)
         right(written, reader)
 
     monkeypatch.setattr(sender, "send", record_and_send)
     monkeypatch.setattr(replaceable, "write_parts", write_late)
-    monkeypatch.setattr(served.service, "limits", replace(served.service.limits, seconds=2.0))
     response = update(served, folders[1])
     assert (response.status_code, response.json()["weights_version"]) == (200, 1)
     monkeypatch.undo()
