@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -106,7 +104,7 @@ from octile.train.step.kernels_ahead import plan_step
 config = tiny()
 KernelsAhead(lambda: plan_step(config, config.load_recipe(), Chip(132)), torch.device("cuda", 0))
 """
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    ran = run_python(program)
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
