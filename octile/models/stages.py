@@ -99,7 +99,7 @@ def split_stages(model: DeepseekV3, stages: int | Sequence[range]) -> list[Model
             are several stages of a model with indexers.
     """
     every = _layers_of(model, stages)
-    return [_stage(model, layers, number == len(every) - 1) for number, layers in enumerate(every)]
+    return [_stage(model, layers, number == 0, number == len(every) - 1) for number, layers in enumerate(every)]
 
 
 def _layers_of(model: DeepseekV3, stages: int | Sequence[range]) -> Sequence[range]:
@@ -112,7 +112,7 @@ def _layers_of(model: DeepseekV3, stages: int | Sequence[range]) -> Sequence[ran
     if isinstance(stages, int):
         return even_layers(n_layers, stages)
     if [layer for layers in stages for layer in layers] != [*range(n_layers)] or not all(stages[:-1]):
-        given = ", ".join(f"{layers.start} to {layers.stop - 1}" if layers else "none" for layers in stages)
+        given = ", ".join(f"{own.start} to {own.stop - 1}" if own else "none" for own in stages) or "no stage"
         raise ValueError(
             f"stages must have the model's {n_layers} layers in order, all but the last at least one, not {given}"
         )
@@ -125,18 +125,14 @@ def even_layers(n_layers: int, n_stages: int) -> list[range]:
     Raises:
         ValueError: there are more stages than layers, or none.
     """
-    _check_number(n_layers, n_stages)
+    if not 1 <= n_stages <= n_layers:
+        raise ValueError(f"n_stages must be from 1 to the model's {n_layers} layers, not {n_stages}")
     inner_first = [*range(1, n_stages - 1), 0, n_stages - 1]
     counts = [n_layers // n_stages] * n_stages
     for stage in inner_first[: n_layers % n_stages]:
         counts[stage] += 1
     ends = list(accumulate(counts))
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
-
-
-def _check_number(n_layers: int, n_stages: int) -> None:
-    if not 1 <= n_stages <= n_layers:
-        raise ValueError(f"n_stages must be from 1 to the model's {n_layers} layers, not {n_stages}")
 
 
 def with_stages(model: DeepseekV3, stages: int | Sequence[range], own: Collection[int]) -> DeepseekV3:
@@ -153,8 +149,7 @@ def with_stages(model: DeepseekV3, stages: int | Sequence[range], own: Collectio
     )
 
 
-def _stage(model: DeepseekV3, layers: range, is_last: bool) -> ModelStage:
-    is_first = layers.start == 0
+def _stage(model: DeepseekV3, layers: range, is_first: bool, is_last: bool) -> ModelStage:
     stage = _with_layers(ModelStage, model, set(layers), is_first, is_last)
     stage.layers, stage.is_first, stage.is_last = layers, is_first, is_last
     return stage

@@ -12,7 +12,7 @@ from octile.plan.layout import Layout, ScheduleName
 from octile.plan.stages import stage_layers
 from octile.train.config import TrainConfig
 
-GPUS = "h200_8"  # whose times divide the layers; an H100's divide those of the presets in the same way
+GPUS = "h200_8"  # whose times divide the layers, whatever device a run is on
 
 
 def make_pipeline_schedule(config: TrainConfig) -> Schedule | None:
@@ -42,21 +42,20 @@ def make_pipeline_schedule(config: TrainConfig) -> Schedule | None:
 
 
 def pipeline_layers(config: TrainConfig, schedule: Schedule) -> list[range]:
-    """The layers of each stage of a run's pipeline, which take about the same time in FP8 on an H200.
-
-    They are the same on each device and for each recipe, so that a run can go on elsewhere.
-    """
+    """The layers of each stage of a run's pipeline, which take about the same time in FP8 on H200s with NVLink."""
+    ep = config.parallel.ep
+    gpus = schedule.n_ranks * ep
     layout = Layout(
         pp=schedule.n_ranks,
+        ep=ep,
         schedule=cast(ScheduleName, schedule.name),
-        batch_size=schedule.n_micro_batches * config.micro_batch_size,
+        batch_size=ep * schedule.n_micro_batches * config.micro_batch_size,
         micro_batch_size=config.micro_batch_size,
         sequence_length=config.sequence_length,
         masters="replicated",
         is_balanced=True,
     )
-    ranks = replace(read_cluster(GPUS), gpus=schedule.n_ranks, gpus_per_node=schedule.n_ranks)
-    return stage_layers(config.model, layout, ranks)
+    return stage_layers(config.model, layout, replace(read_cluster(GPUS), gpus=gpus, gpus_per_node=gpus))
 
 
 def held_share(config: TrainConfig) -> float:

@@ -139,8 +139,8 @@ class ShardedStrategy(Strategy):
     def _share_histories(self) -> None:
         """Let all ranks have the largest of their newest amaxes."""
         if self.names.histories:
-            own = amax_histories(self.model)
-            none = torch.zeros_like(next(iter(own.values())).amax_OH[:, 0])
+            own, whole = amax_histories(self.model), amax_histories(self.whole)
+            none = torch.zeros_like(next(iter(whole.values())).amax_OH[:, 0], device=self.device)
             amax = [own[name].amax_OH[:, 0] if name in own else none for name in self.names.histories]
             for name, largest_O in zip(self.names.histories, self.ranks.max_(torch.stack(amax)), strict=True):
                 if name in own:

@@ -134,7 +134,8 @@ class Strategy:
             name for name, _ in self.model.named_modules()
         }
         exceptions = [e for e in recipe.exceptions if any(fnmatchcase(name, e[0]) for name in converted)]
-        apply_recipe(self.model, replace(recipe, exceptions=tuple(exceptions)))
+        if converted:  # the last stage of a pipeline may have only the head
+            apply_recipe(self.model, replace(recipe, exceptions=tuple(exceptions)))
         self.model.conversion_summary = self.whole.conversion_summary
 
     def save_activations(self, saves: bool) -> None:

@@ -25,7 +25,7 @@ from octile.train.run.best_model import BestModel
 from octile.train.run.checkpoints import RunCheckpoints
 from octile.train.run.deterministic import deterministic
 from octile.train.step.captured import WARM_UP_STEPS
-from octile.train.strategy import single
+from octile.train.strategy import pipelined, single
 from octile.train.trainer import Trainer
 from tests.train.conftest import MICRO, micro
 from tests.train.strategy.rank_cases import (
@@ -325,6 +325,18 @@ def check_late(store: TokenStore, ranks: Ranks, schedule: str, dp: int = 1) -> N
     check_same_run(late, lines, at_once, expected)
 
 
+def check_head_alone(store: TokenStore, ranks: Ranks) -> None:
+    """The last stage may have only the head, and so no layer that a recipe converts."""
+    model = replace(MODEL, num_nextn_predict_layers=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipelined, "pipeline_layers", lambda *_: [range(4), range(4, 4)])
+        alone, own = trainers(store, ranks, model=model, recipe="delayed")
+    lines, expected = steps(own, 2), steps_of_one_process(ranks, alone, 2)
+    assert lines[0]["loss"] == expected[0]["loss"]
+    assert lines[1]["loss"] == pytest.approx(expected[1]["loss"], rel=2e-2)
+    assert own.model.conversion_summary.converted
+
+
 def cases(world: int) -> dict[str, object]:
     """The cases of a world."""
     if world == 4:
@@ -355,6 +367,7 @@ def cases(world: int) -> dict[str, object]:
         "broken_loss": check_broken_loss,
         "loss_scale": check_loss_scale,
         "late-dualpipe": lambda s, r: check_late(s, r, "dualpipe"),
+        "head_alone": check_head_alone,
     }
 
 
