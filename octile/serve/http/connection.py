@@ -9,7 +9,7 @@
 
 `send` returns at once as long as the system takes what is written; after that it waits until the system has taken all
 of what was written before. A handler finds `abort` in its scope's state. It ends the connection at once and discards
-what the client has not read.
+what the client has not read. It also finds `write`, which writes a part of a stream without a task that waits for it.
 
 With TLS asyncio encrypts. It ends both sides of a connection together, so that a client that ends its side is gone, and
 holds up to 64 KiB that the system has not taken.
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, cast
@@ -62,7 +63,7 @@ class Connection(H11Protocol):
         super().connection_made(cast("asyncio.Transport", _Transport(transport, self)))
         # TLS holds what the system does not take, and waits at once if it may hold nothing
         transport.set_write_buffer_limits(1 if self._is_tls() else 0, 0)
-        self.app_state: dict[str, Any] = {**self.app_state, "abort": self._abort}
+        self.app_state: dict[str, Any] = {**self.app_state, "abort": self._abort, "write": self._write}
         self._time_head()
 
     def data_received(self, data: bytes) -> None:  # noqa: D102
@@ -129,6 +130,23 @@ class Connection(H11Protocol):
         """End the connection, and have uvicorn know it now: the transport tells later, with TLS after two callbacks."""
         self._system.abort()
         self.cycle.disconnected = True
+
+    def _write(self, part: Callable[[], bytes]) -> bool:
+        """Write the next part of a streamed response, unless the system has not taken what was written before.
+
+        Args:
+            part: returns the part.
+
+        Returns:
+            whether it was written; otherwise `part` was not called.
+        """
+        if self.flow.write_paused or self.cycle.disconnected:
+            return False
+        if body := part():  # an empty chunk is the last one
+            # as h11 writes it, whose state it does not change (RFC 9112, section 7.1)
+            is_chunked = self.scope["http_version"] != "1.0"
+            self._system.write(b"%x\r\n%b\r\n" % (len(body), body) if is_chunked else body)
+        return True
 
     def _is_tls(self) -> bool:
         return self._system.get_extra_info("sslcontext") is not None

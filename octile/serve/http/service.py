@@ -385,7 +385,8 @@ class Service:
             if not body.stream:
                 whole = await while_connected(request.receive, self._whole(body, named, deadline))
                 return PacedResponse.of_json(whole, held.pop_all())
-            events = await held.enter_async_context(aclosing(self._events(body, named, deadline)))
+            events = self._events(body, named, deadline, request.state.write)
+            events = await held.enter_async_context(aclosing(events))
             first = await while_connected(request.receive, _next(events))
             return PacedResponse.of_events(_chain(first, events), held.pop_all())
 
@@ -396,18 +397,32 @@ class Service:
     async def _whole(self, body: B, read: Callable[[B], Job], deadline: float) -> bytes:
         """The body of a whole response."""
         job = await asyncio.to_thread(read, body)
-        async with aclosing(self._outputs(job, deadline)) as outputs:
+
+        def add(new: Sequence[tuple[int, Output]]) -> bool:
+            for index, output in new:
+                job.answer.add(index, output)
+            return True
+
+        async with aclosing(self._outputs(job, deadline, lambda stream: add(stream.take()))) as outputs:
             async for new in outputs:
-                for index, output in new:
-                    job.answer.add(index, output)
+                add(new)
         return await json_bytes(job.answer.whole())
 
-    async def _events(self, body: B, read: Callable[[B], Job], deadline: float) -> AsyncGenerator[str, None]:
-        """The events of a stream. An error before the first of them is raised; later it is an event."""
+    async def _events(
+        self, body: B, read: Callable[[B], Job], deadline: float, write: Callable[[Callable[[], bytes]], bool]
+    ) -> AsyncGenerator[str, None]:
+        """The events of a stream, but those that `write` can write at once.
+
+        An error before the first event is raised; later it is an event.
+        """
         has_begun = False
         try:
             job = await asyncio.to_thread(read, body)
-            async with aclosing(self._outputs(job, deadline)) as outputs:
+
+            def write_new(stream: Stream) -> bool:
+                return write(lambda: job.answer.events(stream.take()).encode())
+
+            async with aclosing(self._outputs(job, deadline, write_new)) as outputs:
                 async for new in outputs:
                     first = "" if has_begun else job.answer.first_events()
                     has_begun = True
@@ -418,8 +433,15 @@ class Service:
                 raise
             yield job.answer.error_event(error)
 
-    async def _outputs(self, job: Job, deadline: float) -> AsyncGenerator[list[tuple[int, Output]], None]:
+    async def _outputs(
+        self, job: Job, deadline: float, write: Callable[[Stream], bool]
+    ) -> AsyncGenerator[list[tuple[int, Output]], None]:
         """What is new about the choices of a request, until all have finished. Leaving it early cancels them.
+
+        Args:
+            job: the request.
+            deadline: when its time is over.
+            write: takes outputs after the first ones as they come, if it can; see `Stream.write`.
 
         Raises:
             ApiError: 500, the engine fails; 503, it is stopped; 504, time is over.
@@ -438,6 +460,7 @@ class Service:
                     if output.finish_reason is FinishReason.CANCELED:
                         raise ApiError(503, "the engine has canceled the request", headers=RETRY)
                 yield new
+                stream.write = write
         except TimeoutError:
             message = f"the request took longer than {self.limits.seconds:g} seconds, the limit of this server"
             raise ApiError(504, message, code="timeout", headers=NEVER_RETRY) from None

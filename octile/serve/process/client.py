@@ -1,7 +1,8 @@
 """The engine for the event loop of another process, at the other end of a pipe, where `EngineServer` steps it.
 
-What a step has added to requests reaches the streams of their readers in one call. A reader that is slow never holds
-back the engine; it finds the outputs that it has missed joined to one.
+What a step has added to requests reaches the streams of their readers in one call, and is written there if it can be:
+to wake a task for each token takes longer. A reader that is slow never holds back the engine; it finds the outputs that
+it has missed joined to one.
 """
 
 from __future__ import annotations
@@ -73,17 +74,24 @@ class _Choice:
         if output.finish_reason is not None:
             self.is_finished = True
             observer.ended(now - self.submitted, output.finish_reason, self.stream.name)
-        self.stream.is_ready.set()
+            self.stream.wake()
 
 
 class Stream:
-    """The outputs of some choices, as they come. Close it to cancel what has not finished."""
+    """The outputs of some choices, as they come. Close it to cancel what has not finished.
+
+    Attributes:
+        name: the name under which the observer sees the choices.
+        write: is called with this stream when there is something new, the reader waits for it and no choice has ended.
+            It may `take` and write it, and says whether it has. Otherwise the reader is woken, which takes longer.
+    """
 
     def __init__(self, engine: EngineClient, requests: Iterable[Request], name: str):
         self.name = name
-        self.is_ready = asyncio.Event()
         self.error: Exception | None = None
+        self.write: Callable[[Stream], bool] = lambda _: False
         self._engine = engine
+        self._waiting: asyncio.Future[None] | None = None  # the reader, until it is woken
         self.choices = [_Choice(self, i, request) for i, request in enumerate(requests)]
 
     async def next(self) -> list[tuple[int, Output]]:
@@ -97,18 +105,43 @@ class Stream:
             EngineError: the engine has failed or is stopped.
         """
         while True:
-            self.is_ready.clear()
             if self.error is not None:
                 raise self.error
-            new = [choice for choice in self.choices if choice.outputs]
+            new = self.take()
             if new or all(choice.is_finished for choice in self.choices):
-                return [(choice.index, output) for choice in new for output in _join(choice)]
-            await self.is_ready.wait()
+                return new
+            self._waiting = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiting
+            finally:
+                self._waiting = None
+
+    def take(self) -> list[tuple[int, Output]]:
+        """Take what `next` would return, without waiting for it."""
+        return [(choice.index, output) for choice in self.choices if choice.outputs for output in _join(choice)]
+
+    def deliver(self) -> None:
+        """Write what is new, or wake the reader, if it waits."""
+        if self._is_waiting():
+            try:
+                if not self.write(self):
+                    self.wake()
+            except Exception as error:  # the reader's, not the engine's
+                self.fail(error)
 
     def fail(self, error: Exception) -> None:
         """Have the reader raise an error."""
         self.error = self.error or error
-        self.is_ready.set()
+        self.wake()
+
+    def wake(self) -> None:
+        """Have the reader go on, if it waits."""
+        if self._is_waiting():
+            assert self._waiting is not None
+            self._waiting.set_result(None)
+
+    def _is_waiting(self) -> bool:
+        return self._waiting is not None and not self._waiting.done()
 
     def close(self) -> None:
         """Cancel the choices that have not finished; their pages are free before the engine's next step."""
@@ -246,20 +279,23 @@ class EngineClient:
 
     def _read(self) -> None:
         """Read what has come, of a few steps at most."""
+        new = set[Stream]()
         try:
             for _ in range(MAX_STEPS):
-                self._take(self._connection.recv())
+                self._take(self._connection.recv(), new)
                 if not self._readable.poll(0):
                     break
+            for stream in new:
+                stream.deliver()
         except (EOFError, ConnectionResetError):
             self.has_ended = True
             self._fail(ProcessEndedError("the process of the engine has ended"))
         except Exception as error:
             self._fail(error)
 
-    def _take(self, message: object) -> None:
+    def _take(self, message: object, new: set[Stream]) -> None:
         if isinstance(message, Stepped):
-            self._deliver(message.outputs, message.stats.after(self.stats))
+            self._receive(message.outputs, message.stats.after(self.stats), new)
         elif isinstance(message, WeightsUpdated | WeightsRefused):
             if self._update is not None and not self._update.done():
                 self._update.set_result(message)
@@ -270,7 +306,7 @@ class EngineClient:
         else:
             raise TypeError(f"the process of the engine has sent {message!r}")
 
-    def _deliver(self, outputs: Sequence[Output], stats: Stats) -> None:
+    def _receive(self, outputs: Sequence[Output], stats: Stats, new: set[Stream]) -> None:
         if stats.steps != self.stats.steps:
             self.has_stepped, self._last_step = True, time.monotonic()
         self.stats, now = stats, time.perf_counter()
@@ -278,6 +314,7 @@ class EngineClient:
             choice = self._choices.get(output.request_id)
             if choice is not None:  # otherwise it was canceled
                 choice.receive(output, now, self.observer)
+                new.add(choice.stream)
                 if choice.is_finished:
                     del self._choices[output.request_id]
         if not stats.running and not stats.waiting:
@@ -328,6 +365,8 @@ class Sender:
 def _join(choice: _Choice) -> list[Output]:
     """Take the outputs that a reader has not seen, joined to one for each version of the weights."""
     unread, choice.outputs = choice.outputs, []
+    if len(unread) == 1:
+        return unread
     joined = []
     for _, group in groupby(unread, lambda output: (output.weights_version, output.has_old_latents)):
         outputs = list(group)

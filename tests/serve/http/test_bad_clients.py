@@ -59,6 +59,8 @@ def test_a_client_that_does_not_read_holds_nobody_back_and_loses_its_connection(
         wait_until(lambda: served.engine.finished == 101)
     state = served.server.server_state
     wait_until(lambda: any(open_to.flow.write_paused for open_to in list(state.connections)))
+    n_steps = served.engine.steps + 20 * stream
+    wait_until(lambda: served.engine.steps >= n_steps)
     wait_until(lambda: served.service.in_flight == 100)  # the other client's place is free soon after its answer
     assert max(open_to.transport.get_write_buffer_size() for open_to in state.connections) < 2**17
     served.advance(600.0)

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from octile.serve.http.config import HEAD_BYTES, Limits
+from octile.serve.http.connection import Connection
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.http.conftest import Served, connect, request_bytes, wait_until
 
@@ -246,8 +247,18 @@ def test_a_client_that_ends_its_side_after_the_request_is_answered(serve, stream
     text = answer.read()
     assert answer.status == 200
     assert b"[DONE]" in text if stream else json.loads(text)["usage"]["completion_tokens"] == 20
+    assert b"\r\n" not in text  # the frame of a chunk, which HTTP/1.0 does not have
     assert client.recv(1) == b""
     client.close()
+
+
+def test_events_are_written_as_they_come_without_waking_their_request(serve, monkeypatch):
+    write, were_written = Connection._write, list[bool]()
+    monkeypatch.setattr(Connection, "_write", lambda *args: were_written.append(write(*args)) or were_written[-1])
+    response = httpx.post(f"{serve(step_seconds=0.01).url}/v1/completions", json={**COMPLETION, "stream": True})
+    assert any(were_written)
+    events = response.text.split("\n\n")
+    assert "".join(json.loads(event[6:])["choices"][0]["text"] for event in events[:-2]) == "<|begin|>a" * 10
 
 
 def test_a_client_that_ends_its_side_after_several_requests_is_answered_all(serve):

@@ -290,6 +290,70 @@ def test_steps_that_have_come_together_are_read_together():
     assert (output.tokens, stats) == ((1, 2), Stats(steps=2))
 
 
+def tokens_read(write: Callable[[Stream], bool]) -> list[tuple[int, ...]]:
+    """The tokens of each `Stream.next` of a request that gets 1, 2 and 3, its last one, in three steps."""
+
+    async def body(client, connection):
+        (request,) = requests(([5], Sampling()))
+        stream = client.submit([request])
+        found = []
+
+        async def read() -> None:
+            while new := await stream.next():
+                found.extend(output.tokens for _, output in new)
+                stream.write = write
+
+        reading = asyncio.create_task(read())
+        for n, reason in ((1, None), (2, None), (3, FinishReason.LENGTH)):
+            connection.send(Stepped([Output(request.id, (n,), finish_reason=reason)], Stats(steps=n, running=1)))
+            while client.stats.steps < n:
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
+        await reading
+        return found
+
+    return of_pipe(body)
+
+
+def test_a_reader_that_waits_is_not_woken_for_what_is_written():
+    written = []
+    read = tokens_read(lambda stream: not written.extend(stream.take()))
+    assert (read, [output.tokens for _, output in written]) == ([(1,), (3,)], [(2,)])
+
+
+def test_a_reader_that_waits_is_woken_for_what_cannot_be_written():
+    assert tokens_read(lambda stream: False) == [(1,), (2,), (3,)]
+
+
+def test_what_comes_while_a_reader_does_not_wait_is_not_written():
+    async def body(client, connection):
+        (request,) = requests(([5], Sampling()))
+        stream = client.submit([request])
+        stream.write = lambda stream: not stream.take()
+        connection.send(Stepped([Output(request.id, (1,))], Stats(steps=1, running=1)))
+        while not client.has_stepped:
+            await asyncio.sleep(0.001)
+        return await stream.next()
+
+    ((_, output),) = of_pipe(body)
+    assert output.tokens == (1,)
+
+
+def test_an_error_in_writing_is_the_readers_and_not_the_engines():
+    async def body(client, connection):
+        (request,) = requests(([5], Sampling()))
+        stream = client.submit([request])
+        stream.write = lambda stream: 1 // 0
+        reading = asyncio.create_task(stream.next())
+        await asyncio.sleep(0)
+        connection.send(Stepped([Output(request.id, (1,))], Stats(steps=1, running=1)))
+        with pytest.raises(ZeroDivisionError):
+            await reading
+        assert client.failure is None
+
+    of_pipe(body)
+
+
 def test_the_process_of_the_engine_can_ask_for_the_end():
     async def body(client, connection):
         asked = asyncio.Event()
