@@ -30,6 +30,7 @@ DONE = "data: [DONE]\n\n"
 PIECE_BYTES = 2**16
 LEVELS = 4  # of an answer: the body, its choices, a choice, its log-probabilities; then come long lists
 MEMBERS = 256  # of a long list, written at once
+ANY_TEXT = "\0"  # in the place of a chunk's text; the id and the name of the model come before it
 NEVER_RETRY = {"x-should-retry": "false"}  # to OpenAI's clients, which retry every status from 500 on
 
 
@@ -103,9 +104,8 @@ def json_pieces(value: object, levels: int = LEVELS) -> Iterator[str]:
         yield _json_text(value)
 
 
-def _json_text(value: object) -> str:
-    """Write a JSON value; ValueError if it has NaN or an infinity, which are no JSON."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+# ValueError for NaN and infinities, which are no JSON
+_json_text = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 async def while_connected(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, T]) -> T:
@@ -319,6 +319,9 @@ class ChoicesAnswer(Answer):
         self._tokens: list[list[int]] = [[] for _ in self._choices]  # likewise, if they are shown
         self._scores: list[tuple[TokenLogprobs, ...]] = [() for _ in self._choices]  # of its prompt
         self._versions = [WeightsVersions() for _ in self._choices]
+        # whether chunks without log-probabilities or a finish reason differ in their text alone
+        self._has_constant_fields = not (shown.tokens or shown.counts)
+        self._constant_fields: dict[tuple[int, int], list[str]] = {}  # before the text, after it: by choice and version
 
     def add(self, index: int, output: Output) -> None:  # noqa: D102
         self._count(index, output)
@@ -345,8 +348,20 @@ class ChoicesAnswer(Answer):
         return "".join(map(event, self.first_chunks()))
 
     def events(self, new: Sequence[tuple[int, Output]]) -> str:  # noqa: D102
-        chunks = (self.chunk(index, output) for index, output in new)
-        return "".join(event(chunk) for chunk in chunks if chunk is not None)
+        return "".join(self._event(index, output) for index, output in new)
+
+    def _event(self, index: int, output: Output) -> str:
+        """The event for what is new about a choice. Those that differ in their text alone are serialized once."""
+        if not self._has_constant_fields or output.logprobs or output.finish_reason is not None:
+            chunk = self.chunk(index, output)
+            return "" if chunk is None else event(chunk)
+        key = index, output.weights_version
+        if key not in self._constant_fields:
+            chunk = self.chunk(index, output._replace(text=ANY_TEXT, tokens=()))
+            self._constant_fields[key] = event(chunk).rsplit(_json_text(ANY_TEXT), 1)
+        before, after = self._constant_fields[key]
+        self._count(index, output)
+        return f"{before}{_json_text(output.text)}{after}" if output.text else ""
 
     def last_events(self) -> str:  # noqa: D102
         usage = event({**self._as_chunk([]), "usage": self.usage()}) if self._shown.usage else ""
@@ -478,6 +493,7 @@ class Completion(ChoicesAnswer):
         super().__init__(model, tokenizer, prompts, n, shown)
         self._offsets = [0] * len(self._choices)
         self._echo, self._to_echo = echo, {*range(len(self._choices))} if echo is not None else set[int]()
+        self._has_constant_fields &= echo is None
 
     def add(self, index: int, output: Output) -> None:  # noqa: D102
         super().add(index, self._with_prompt(index, output))
@@ -590,6 +606,7 @@ class ChatCompletion(ChoicesAnswer):
         super().__init__(model, tokenizer, prompts, n, shown)
         self._token_texts = TokenTexts(tokenizer)
         self._parsers = [make_parser() for _ in self._choices] if make_parser is not None else None
+        self._has_constant_fields &= make_parser is None
 
     def empty(self, index: int) -> dict[str, Any]:  # noqa: D102
         message = {"role": "assistant", "content": "", "refusal": None}

@@ -4,11 +4,22 @@ import asyncio
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("fastapi", reason="octile[serve] is not installed")
 
 from octile.serve.engine.request import FinishReason, Output, TokenLogprobs
-from octile.serve.http.responses import PIECE_BYTES, ChatCompletion, Completion, event, json_bytes, json_pieces
+from octile.serve.http.responses import (
+    ANY_TEXT,
+    PIECE_BYTES,
+    ChatCompletion,
+    Completion,
+    Shown,
+    event,
+    json_bytes,
+    json_pieces,
+)
 
 
 def answer(n_tokens: int) -> dict:
@@ -76,6 +87,30 @@ def test_a_step_adds_to_an_answer_and_copies_nothing_of_it(tokenizer, form):
     after = lists_of(answer.whole()["choices"][0]["logprobs"])
     assert set(map(id, before)) <= set(map(id, after))
     assert max(map(len, after)) == 50
+
+
+STREAMED = st.builds(
+    lambda index, tokens, text, logprobs, reason, version: (
+        index,
+        Output(0, tokens, text, logprobs, reason, weights_version=version),
+    ),
+    st.integers(0, 1),
+    st.lists(st.integers(70, 99), max_size=2).map(tuple),
+    st.sampled_from(["", ANY_TEXT, '"', "é"]) | st.text(),
+    st.sampled_from([(), outputs(1)[0].logprobs]),
+    st.sampled_from([None, None, FinishReason.STOP]),
+    st.integers(0, 1),
+)
+
+
+@pytest.mark.parametrize("form", [Completion, ChatCompletion])
+@given(new=st.lists(STREAMED), shown=st.builds(Shown, st.just(False), *[st.booleans()] * 3))
+def test_an_event_is_its_chunk_whether_or_not_its_fields_were_serialized_before(tokenizer, form, new, shown):
+    streamed, chunked = (form(ANY_TEXT, tokenizer, [[5]], 2, shown) for _ in range(2))
+    chunked._created = streamed._created
+    chunks = (chunked.chunk(index, output) for index, output in new)
+    assert streamed.events(new) == "".join(event(chunk) for chunk in chunks if chunk is not None)
+    assert streamed.usage() == chunked.usage()
 
 
 @pytest.mark.parametrize("form", [Completion, ChatCompletion])
