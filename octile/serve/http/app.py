@@ -216,7 +216,7 @@ class _KeyCheck:
     def __init__(self, keys: Sequence[str], name: str = "API"):
         self._digests, self._name = [_digest(key) for key in keys], name
 
-    def __call__(self, request: Request) -> None:
+    async def __call__(self, request: Request) -> None:  # FastAPI calls what is not async in a thread
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         given = _digest(key.strip() if scheme.lower() == "bearer" else "")
         if self._digests and not any(hmac.compare_digest(given, known) for known in self._digests):
