@@ -102,12 +102,12 @@ class Stream:
             choice and version. An empty list after all choices have finished.
 
         Raises:
-            EngineError: the engine has failed or is stopped.
+            EngineError: the engine has failed or is stopped, after the outputs before it.
         """
         while True:
-            if self.error is not None:
-                raise self.error
             new = self.take()
+            if not new and self.error is not None:
+                raise self.error
             if new or all(choice.is_finished for choice in self.choices):
                 return new
             self._waiting = asyncio.get_running_loop().create_future()

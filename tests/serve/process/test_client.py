@@ -9,7 +9,7 @@ import pytest
 from octile.serve.engine.request import FinishReason, Output, Request, RequestFactory, Sampling
 from octile.serve.engine.stats import Stats
 from octile.serve.process.client import EngineClient, EngineError, Observer, Stream
-from octile.serve.process.messages import Drain, Stepped
+from octile.serve.process.messages import Drain, Failed, Stepped
 from tests.serve.fake_engine import FakeEngine, Pair
 
 FACTORY = RequestFactory(vocab_size=256, max_position=10**6)
@@ -343,15 +343,29 @@ def test_an_error_in_writing_is_the_readers_and_not_the_engines():
     async def body(client, connection):
         (request,) = requests(([5], Sampling()))
         stream = client.submit([request])
-        stream.write = lambda stream: 1 // 0
+        stream.write = lambda stream: stream.take()[1]
         reading = asyncio.create_task(stream.next())
         await asyncio.sleep(0)
         connection.send(Stepped([Output(request.id, (1,))], Stats(steps=1, running=1)))
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(IndexError):
             await reading
         assert client.failure is None
 
     of_pipe(body)
+
+
+def test_what_has_come_with_a_failure_is_read_before_it():
+    async def body(client, connection):
+        (request,) = requests(([5], Sampling()))
+        stream = client.submit([request])
+        connection.send(Stepped([Output(request.id, (1,))], Stats(steps=1, running=1)))
+        connection.send(Failed(RuntimeError("a kernel has failed")))
+        ((_, output),) = await stream.next()
+        with pytest.raises(EngineError, match="a kernel has failed"):
+            await stream.next()
+        return output.tokens
+
+    assert of_pipe(body) == (1,)
 
 
 def test_the_process_of_the_engine_can_ask_for_the_end():
