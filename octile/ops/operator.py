@@ -156,14 +156,21 @@ class Operator:
         """Return a function for torch's dispatcher, which checks gradients and increments version counters."""
         arguments = self.overload._schema.arguments
         tensors = [i for i, argument in enumerate(arguments) if isinstance(argument.type, torch.TensorType)]
+        optional = [i for i, argument in enumerate(arguments) if str(argument.type) == "Optional[Tensor]"]
         lists = self._list_indices
         written = [i for i, argument in enumerate(arguments) if argument.name in self.writes]
-        no_gradient = f"octile::{self.name} has no gradient: octile.nn.Linear trains in FP8"
+        no_gradient = (
+            f"octile::{self.name} has no gradient: octile.nn.Linear trains in FP8, and what torch.export has exported "
+            "runs under torch.no_grad()"
+        )
 
         def entry(*args: Any) -> Any:
             if torch.is_grad_enabled():
                 for i in tensors:
                     if args[i].requires_grad:
+                        raise RuntimeError(no_gradient)
+                for i in optional:
+                    if i < len(args) and args[i] is not None and args[i].requires_grad:
                         raise RuntimeError(no_gradient)
                 for i in lists:
                     if any(t.requires_grad for t in args[i]):

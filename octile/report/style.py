@@ -5,6 +5,7 @@ A figure is drawn with matplotlib on its own `Figure`, without pyplot's global s
 their ends instead of in a legend.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise, product
@@ -105,10 +106,22 @@ def _style_of(name: str) -> tuple[str, str]:
     return _RECIPE_STYLES.get(name) or _OTHER_STYLES[crc32(name.encode()) % len(_OTHER_STYLES)]
 
 
+def import_matplotlib() -> None:
+    """Import matplotlib, also where a notebook names its backend to a command whose environment lacks that package."""
+    try:
+        import matplotlib
+    except ValueError:
+        backend = os.environ.pop("MPLBACKEND")  # figures here draw themselves, and need none
+        import matplotlib  # noqa: F401
+
+        os.environ["MPLBACKEND"] = backend
+
+
 @contextmanager
 def drawing(width: float, height: float) -> "Iterator[Figure]":
     """A blank figure of `width` × `height` pixels; octile's style is active while it is drawn and saved."""
     require("matplotlib", extra="report")
+    import_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
 

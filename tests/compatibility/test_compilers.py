@@ -55,6 +55,12 @@ def test_an_exported_model_computes_the_same(name: str, grad: bool):
         torch.testing.assert_close(exported(inputs(6)), model(inputs(6)), rtol=0, atol=0)
 
 
+def test_an_exported_mixture_runs_without_gradients():
+    exported = torch.export.export(Logits("qwen3_moe").eval(), (tokens(6),)).module()
+    with pytest.raises(RuntimeError, match=r"what torch\.export has exported runs under torch\.no_grad\(\)"):
+        exported(tokens(6))
+
+
 @every_model
 def test_a_model_is_exported_with_a_dynamic_number_of_rows(name: str):
     make, inputs = MODELS[name]

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from octile.ops.matmul import matmul_nt, matmul_nt_out
 from octile.ops.operator import LIBRARIES, Operator, operator
+from octile.ops.permute import unpermute
 from octile.ops.quantize import quantize
 
 TILE = (1, 128)
@@ -221,6 +222,14 @@ def test_inference_tensors_are_written_in_inference_mode(plus):
 def test_an_argument_that_requires_grad_is_refused_by_name(call):
     with pytest.raises(RuntimeError, match=r"octile::quantize has no gradient: octile\.nn\.Linear"):
         call(torch.randn(5, 256, requires_grad=True), *TILE, "e4m3", False)
+
+
+def test_an_optional_tensor_that_requires_grad_is_refused_too():
+    y, row_ids = torch.ones(2, 4), torch.tensor([[0, 1]], dtype=torch.int32)
+    weight = torch.ones(1, 2)
+    assert unpermute(y, row_ids, None, weight).tolist() == [[2.0] * 4]
+    with pytest.raises(RuntimeError, match=r"octile::unpermute has no gradient"):
+        unpermute(y, row_ids, None, weight.requires_grad_())
 
 
 def test_without_grad_mode_a_parameter_is_an_argument_like_others():

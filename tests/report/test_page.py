@@ -1,5 +1,6 @@
 """Tests of figures, whose colors follow the reader's theme."""
 
+import os
 import subprocess
 import sys
 from itertools import pairwise
@@ -42,3 +43,11 @@ def test_labels_at_one_height_do_not_overlap():
 def test_importing_the_reports_loads_no_drawing_library():
     check = "import sys, octile.report; sys.exit(bool({'matplotlib', 'jinja2', 'rich'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+def test_a_figure_is_drawn_where_a_notebook_names_a_backend_that_is_missing(tmp_path):
+    program = "import sys; from pathlib import Path; from octile.report.style import save_drawing; "
+    program += "save_drawing(Path(sys.argv[1]), 10, 10, lambda figure: None)"
+    environment = {**os.environ, "MPLBACKEND": "module://no_such_backend"}
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "x.png")], env=environment, check=True)
+    assert (tmp_path / "x.png").exists()

@@ -56,7 +56,9 @@ def engine_warnings(weights: Shapes, fp8: Collection[str], config: Mapping[str, 
     """
     fp8 = set(fp8)
     loader = LOADER_WARNINGS.get(str(config.get("model_type"))) if fp8 else None
-    return (*_why_refused(weights, fp8, config), *([loader] if loader else []))
+    text = config.get("text_config")  # of a model that reads images, too: what is FP8 is the language model's
+    language_model = {**config, **text} if isinstance(text, Mapping) else config
+    return (*_why_refused(weights, fp8, language_model), *([loader] if loader else []))
 
 
 def _why_refused(weights: Shapes, fp8: set[str], config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -215,7 +215,8 @@ def _facts(run: Run) -> list[tuple[str, str, str]]:
     if math.isfinite(share):
         facts.append(("Held out", f"{share:.1%}", f"of the text: {run.fact('held_out_text')}"))
     if examples := run.fact("examples"):
-        facts.append(("Truncated", f"{examples['truncated']:,}", f"of {examples['texts']:,} texts, to a sequence"))
+        texts = examples["texts"] + examples["left_out_without_a_loss"]
+        facts.append(("Truncated", f"{examples['truncated']:,}", f"of {texts:,} texts, to a sequence"))
     if run.seconds:
         facts.append(("Time", format_duration(run.seconds), ""))
     if np.isfinite(speed).any():

@@ -117,6 +117,7 @@ def test_the_first_number_of_gpus_that_is_refused_is_named(expert, gpus):
 
 def test_a_head_of_keys_is_not_split_over_gpus():
     weights = checkpoint(q=4096, kv=256)
+    assert warnings(weights, text_config={"num_key_value_heads": 2}) == ()
     assert warnings(weights, num_key_value_heads=2) == ()
     assert warnings(weights, num_key_value_heads=4)[0].startswith(
         f"{SPLIT}4 GPUs: model.layers.*.self_attn.k_proj has 64"
