@@ -1,6 +1,7 @@
 """The check of a `config.json` before a size is predicted or anything is written: types, ranges, what weights say.
 
 Of any model the keys are checked that a conversion reads, and of DeepSeek's and the other known architectures all keys.
+Heads and experts are also checked of the models whose attention projects queries, keys and values as Llama's does.
 Keys may be missing, and need not fit together as octile's own model asks, where there are weights: these are converted
 whatever computes with them later.
 """
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
-from octile.checkpoint.convert.architectures import ALIASES, DEFAULTS, Architecture, Count, ModelType, TokenId
+from octile.checkpoint.convert.architectures import ALIASES, DEFAULTS, Architecture, Count, ModelType, Size, TokenId
 from octile.checkpoint.convert.share import EXPERT_COUNTS
 from octile.checkpoint.tensor_file import TensorSpec
 from octile.models import hf_config
@@ -21,10 +22,30 @@ from octile.validation import Range, check_given, quoted
 
 LAYERS = "model.layers."  # of every known architecture
 LAYER = re.compile(rf"{re.escape(LAYERS)}(\d+)\.")
-EXPERT = re.compile(r"\.experts\.(\d+)\.")
+DECODER = r"^(?:(?:model|transformer|language_model)\.)*layers\.\d+\."  # no encoder, no tower of images or sounds
+ATTENTION = re.compile(DECODER + r"self_attn\.(\w+)\.weight$")
+EXPERT = re.compile(DECODER + r"\w+\.experts\.(\d+)\.")
+STACKED_EXPERTS = re.compile(
+    DECODER + r"\w+\.(?:experts\.(?:gate_up_proj|down_proj)(?:_blocks)?|(?:input|output)_linear\.weight)$"
+)
 EMBEDDING = "model.embed_tokens.weight"  # of every known architecture: [vocabulary, hidden_size]
 Experts = Annotated[int, Range(at_least=0, at_most=2**24)]  # a model without experts may have 0
 Positive = Annotated[float, Range(above=0)]
+
+# Models whose q_proj, k_proj and v_proj have a row for each channel of each head, besides those of `ModelType`. Of the
+# first, a head has hidden_size / num_attention_heads channels without head_dim; of the second, a number of their own.
+# Source: the modeling files of transformers 5.
+HEADS_DIVIDE_HIDDEN_SIZE = (
+    *("cohere", "cohere2", "ernie4_5_moe", "exaone4", "glm4_moe", "granite", "granitemoe", "jamba"),
+    *("mllama_text_model", "nemotron", "olmo2", "olmoe", "phi", "phi3", "phimoe", "qwen2_5_vl", "qwen2_5_vl_text"),
+    *("qwen2_moe", "qwen2_vl", "qwen2_vl_text", "qwen3_vl_moe_text", "smollm3", "stablelm", "starcoder2"),
+)
+GATED_QUERIES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")  # q_proj also has the rows of the output's gate
+OWN_HEAD_DIM = (
+    *("gemma", "gemma2", "gemma3_text", "glm4", "gpt_oss", "llama4_text", "minimax_m2", "qwen3_vl_text", "seed_oss"),
+    *GATED_QUERIES,
+)
+EXPERTS_BY_OTHER_NAMES = ("moe_num_experts",)  # as ERNIE calls them
 
 
 @dataclass(frozen=True)
@@ -81,6 +102,18 @@ class DeepseekKeys:
 
 
 @dataclass(frozen=True)
+class HeadKeys:
+    """The keys that give heads and experts of other models, where their weights decide them."""
+
+    attn_output_gate: bool | None = None
+    head_dim: Size | None = None
+    hidden_size: Size | None = None
+    moe_num_experts: Experts | None = None
+    num_attention_heads: Count | None = None
+    num_key_value_heads: Count | None = None
+
+
+@dataclass(frozen=True)
 class RopeKeys:
     """The keys of `rope_scaling` and `rope_parameters` besides YaRN's. Source: transformers' `RopeParameters`."""
 
@@ -111,8 +144,13 @@ def check_config(config: Mapping[str, Any], specs: Mapping[str, TensorSpec] | No
     check_given(KeysOfAnyModel, text_config, "text_config.")
     kind = config.get("model_type")
     is_deepseek = kind in hf_config.MODEL_TYPES
-    if not is_deepseek and kind not in get_args(ModelType):
-        return
+    if is_deepseek or kind in get_args(ModelType):
+        _check_known(config, specs or {}, is_deepseek)
+    text, prefix = (text_config, "text_config.") if text_config else (config, "")
+    _check_heads_and_experts({"model_type": kind, **text}, prefix, specs or {})
+
+
+def _check_known(config: Mapping[str, Any], specs: Mapping[str, TensorSpec], is_deepseek: bool) -> None:
     check_given(OtherKeys, config)
     for key in hf_config.ROPES:
         for keys in (RopeKeys, RopeScaling):
@@ -122,9 +160,7 @@ def check_config(config: Mapping[str, Any], specs: Mapping[str, TensorSpec] | No
     else:
         check_given(Architecture, config, aliases=ALIASES)
     _check_chosen_experts(config)
-    _check_weights(config, specs or {})
-    _check_experts(config, specs or {})
-    _check_attention(config, specs or {}, is_deepseek)
+    _check_weights(config, specs)
 
 
 def _check_deepseek(config: Mapping[str, Any]) -> None:
@@ -156,22 +192,43 @@ def _check_weights(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -
         raise ValueError(f"num_hidden_layers is {n_layers}, but there are no weights of {which}{LAYERS}{missing[0]}")
 
 
-def _check_experts(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> None:
-    experts = {int(found[1]) for name in specs if name.startswith(LAYERS) and (found := EXPERT.search(name))}
-    key = next((key for key in EXPERT_COUNTS if config.get(key)), None)
-    if experts and key is not None and max(experts) + 1 != config[key]:
-        raise ValueError(f"{key} is {config[key]}, but there are weights of {max(experts) + 1} experts")
+def _check_heads_and_experts(config: Mapping[str, Any], prefix: str, specs: Mapping[str, TensorSpec]) -> None:
+    """Check heads, ranks and experts of a text model by the weights' shapes; `prefix` names where its keys are."""
+    kind = config["model_type"]
+    if kind in hf_config.MODEL_TYPES and not prefix:
+        rows = dict(_rows_of_deepseek(config))
+    elif kind in (*get_args(ModelType), *HEADS_DIVIDE_HIDDEN_SIZE, *OWN_HEAD_DIM):
+        check_given(HeadKeys, config, prefix)
+        rows = dict(_rows_of_others(config))
+    else:
+        return
+    _check_experts(config, prefix, specs)
+    _check_attention(rows, prefix, specs)
 
 
-def _check_attention(config: Mapping[str, Any], specs: Mapping[str, TensorSpec], is_deepseek: bool) -> None:
-    """Check heads and ranks by the rows of attention's projections, where the configuration has all that they need."""
-    rows = dict(_rows_of_deepseek(config) if is_deepseek else _rows_of_others(config))
+def _check_experts(config: Mapping[str, Any], prefix: str, specs: Mapping[str, TensorSpec]) -> None:
+    key = next((key for key in (*EXPERT_COUNTS, *EXPERTS_BY_OTHER_NAMES) if config.get(key)), None)
+    if key is None:
+        return
+    experts = {int(found[1]) for name in specs if (found := EXPERT.match(name))}
+    if experts and max(experts) + 1 != config[key]:
+        raise ValueError(f"{prefix}{key} is {config[key]}, but there are weights of {max(experts) + 1} experts")
     for name, spec in specs.items():
-        _, _, layer = name.removesuffix(".weight").rpartition(".self_attn.")
-        if name.startswith(LAYERS) and layer in rows and name.endswith(".weight"):
-            keys, expected = rows[layer]
+        if STACKED_EXPERTS.match(name) and len(spec.shape) > 2 and spec.shape[0] != config[key]:
+            raise ValueError(
+                f"{prefix}{key} is {config[key]}, but {name}, which is {list(spec.shape)}, has {spec.shape[0]} experts"
+            )
+
+
+def _check_attention(rows: Mapping[str, tuple[str, int]], prefix: str, specs: Mapping[str, TensorSpec]) -> None:
+    """Check heads and ranks by the rows of attention's projections, where the configuration has all that they need."""
+    for name, spec in specs.items():
+        found = ATTENTION.match(name)
+        if found and found[1] in rows:
+            keys, expected = rows[found[1]]
             if spec.shape[0] != expected:
-                raise ValueError(f"{keys}: {name} must have {expected} rows, but is {list(spec.shape)}")
+                named = ", ".join(prefix + key for key in keys.split(", "))
+                raise ValueError(f"{named}: {name} must have {expected} rows, but is {list(spec.shape)}")
 
 
 def _rows_of_deepseek(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, int]]]:
@@ -190,13 +247,24 @@ def _rows_of_deepseek(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[st
 
 
 def _rows_of_others(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, int]]]:
-    """Yield the same of other known architectures, with the numbers that transformers has where one is absent."""
-    given = {**DEFAULTS.get(config["model_type"], {}), **config}
-    heads, hidden = given.get("num_attention_heads"), given.get("hidden_size")
-    head_dim = given.get("head_dim") or (hidden // heads if heads and hidden else None)
-    kv_heads = given.get("num_key_value_heads") or heads
+    """Yield the same of other models, with the numbers that transformers has where a known architecture's is absent."""
+    kind = config["model_type"]
+    given = {**DEFAULTS.get(kind, {}), **config}
+    heads, hidden, head_dim = (given.get(key) for key in ("num_attention_heads", "hidden_size", "head_dim"))
+    if head_dim is None and heads and hidden and kind not in OWN_HEAD_DIM:
+        if heads > hidden:
+            raise ValueError(
+                f"hidden_size must be at least num_attention_heads, {heads}, without head_dim, not {hidden}"
+            )
+        head_dim = hidden // heads
+    kv_heads = given.get("num_key_value_heads")
+    if kv_heads is None and (kind == "llama" or "num_key_value_heads" in given):  # null: as many as heads
+        kv_heads = heads
+    gates = kind in GATED_QUERIES and given.get("attn_output_gate") is not False
     if heads and head_dim:
-        yield "q_proj", ("num_attention_heads, head_dim", heads * head_dim)
+        yield "q_proj", ("num_attention_heads, head_dim", (2 if gates else 1) * heads * head_dim)
     if kv_heads and head_dim:
         for layer in ("k_proj", "v_proj"):
             yield layer, ("num_key_value_heads, head_dim", kv_heads * head_dim)
+    if heads and kv_heads and head_dim:  # Phi-3's
+        yield "qkv_proj", ("num_attention_heads, num_key_value_heads, head_dim", (heads + 2 * kv_heads) * head_dim)
