@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import shutil
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from octile.checkpoint.files import write_json, write_text
 from octile.checkpoint.hugging_face import save
@@ -23,6 +27,7 @@ from octile.report.run.page import write_run_report
 from octile.serve.engine.request import Sampling
 from octile.serve.generate import generate_from
 from octile.text import format_count
+from octile.tokenizer import Tokenizer
 from octile.train.config import TrainConfig
 from octile.train.data.packed_tokens import FIRST, LOSS, PackedTokens
 from octile.train.data.token_store import TokenStore
@@ -34,6 +39,9 @@ from octile.train.trainer import Trainer
 
 SAMPLE_TOKENS = 128
 MORE_PROMPT = "class "  # of the command for further texts
+NO_PROMPT = (
+    "no held-out example has a prompt that the sample could answer: it begins a text; --prompt TEXT gives it one"
+)
 
 
 def finish(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore, console: RunConsole) -> None:
@@ -67,6 +75,8 @@ def _save_whole(trainer: Trainer, folder: Path, weights: Literal["fp8", "bf16"],
 
 def _write_results(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore, console: RunConsole) -> None:
     prompt = sample_prompt(trainer.config, store)
+    if not prompt and trainer.config.prompt:
+        console.print(NO_PROMPT)
     _write_summary(trainer, best, run, store, prompt)
     sample = sample_text(trainer, store, run, prompt)
     write_text(run.sample_file, sample)
@@ -120,23 +130,33 @@ def _describe_examples(store: TokenStore) -> dict[str, int]:
 
 
 def sample_prompt(config: TrainConfig, store: TokenStore) -> str:
-    """The prompt of the sample: that of the configuration, or of the first held-out example instead of the default.
+    """The prompt of the sample: that of the configuration, or of a held-out example instead of the default.
 
-    An example that has a loss from its first token on has no prompt; nor has one for the sample whose text the
-    tokenizer encodes otherwise, or which leaves no half of the context.
+    It is the first example that has one. An example that has a loss from its first token on has no prompt; nor has one
+    for the sample whose text the tokenizer encodes otherwise, or which leaves no half of the context.
+
+    Returns:
+        the prompt; "" if no held-out example has one.
     """
-    val, tokenizer = store.val, store.tokenizer
+    val = store.val
     if not isinstance(val, PackedTokens) or config.prompt != TrainConfig.prompt:
         return config.prompt
-    marks = val.marks
-    end = int((marks & LOSS != 0).argmax())
-    begin = int((marks[: end + 1] & FIRST != 0).nonzero()[0][-1])
-    tokens = val.tokens[begin:end].tolist()
-    prefix = tokenizer.prefix
-    text = tokenizer.decode(tokens[len(prefix) :] if tokens[: len(prefix)] == prefix else tokens)
-    if tokenizer.encode_prompt(text) != tokens or len(tokens) > config.model.max_position_embeddings // 2:
+    has_loss, longest = val.marks & LOSS != 0, config.model.max_position_embeddings // 2
+    begins = (val.marks & FIRST != 0).nonzero()[0]
+    for begin, end in itertools.pairwise([*begins.tolist(), len(val)]):
+        losses = has_loss[begin:end]  # padding has none
+        if losses.any() and (text := _prompt_text(store.tokenizer, val.tokens[begin:end], losses, longest)):
+            return text
+    return ""
+
+
+def _prompt_text(tokenizer: Tokenizer, tokens: npt.NDArray[Any], has_loss: npt.NDArray[np.bool_], longest: int) -> str:
+    """The text before the first token with a loss; "" if there is none that is encoded to the same tokens."""
+    prompt, prefix = tokens[: int(has_loss.argmax())].tolist(), tokenizer.prefix
+    if len(prompt) > longest:
         return ""
-    return text
+    text = tokenizer.decode(prompt[len(prefix) :] if prompt[: len(prefix)] == prefix else prompt)
+    return text if tokenizer.encode_prompt(text) == prompt else ""
 
 
 def sample_text(trainer: Trainer, store: TokenStore, run: RunFolder, prompt: str) -> str:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +11,7 @@ from octile.checkpoint.hugging_face import save
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.recipe import Recipe
 from octile.train.config import ParallelConfig
+from octile.train.data.packed_tokens import PackedTokens
 from octile.train.data.prepare_examples import prepare_examples
 from octile.train.loop import train
 from octile.train.run.fine_tune import check_examples
@@ -91,6 +93,22 @@ def test_the_sample_continues_the_prompt_of_a_held_out_example(folder, tmp_path,
     assert found.startswith(prompt)
     assert bool(found) == bool(prompt)
     assert sample_prompt(on_examples(folder, prompt="mine"), store) == "mine"
+
+
+def test_the_prompt_is_that_of_a_held_out_example_which_has_one(folder, tmp_path):
+    rows = [{"text": "def f" * 6}, {"prompt": "xyz", "completion": "f"}]  # packed by length: the text comes first
+    (folder / "examples.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    store = prepare_examples(folder / "examples.jsonl", tmp_path / "data", 32, folder, held_out_sequences=1)
+    both = (np.concatenate([getattr(part, name) for part in (store.train, store.val)]) for name in ("tokens", "marks"))
+    assert sample_prompt(on_examples(folder), replace(store, val=PackedTokens(*both, 32))) == "xyz"
+
+
+def test_a_run_says_that_no_held_out_example_has_a_prompt(folder, tmp_path):
+    rows = [{"text": "def f" * n} for n in range(1, 60)]
+    (folder / "examples.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    console = silent_console()
+    train(on_examples(folder, out=tmp_path / "run"), False, console)
+    assert "no held-out example has a prompt" in console.console.file.getvalue()
 
 
 @pytest.mark.parametrize(
