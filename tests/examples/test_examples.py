@@ -138,6 +138,7 @@ def test_a_transformers_model_is_fine_tuned_from_its_weights_and_left_in_fp8(exa
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0] - 0.5
     masters, left = load_file(out / "float32" / "model.safetensors"), load_file(out / "fp8" / "model.safetensors")
+    assert (out / "fp8" / "tokenizer.json").is_file()  # servers need it
     name = "model.layers.0.mlp.down_proj.weight"
     assert masters[name].dtype == torch.float32
     assert left[name].dtype == torch.float8_e4m3fn
