@@ -100,6 +100,9 @@ SECTIONS = (
                 "GOMP_SPINCOUNT",
                 "1000 in a command: threads that spin for longer delay one another where a core is busy",
             ),
+            Variable(
+                "MPLBACKEND", "left out while matplotlib is imported, if it names a backend that is not installed"
+            ),
             Variable("CUBLAS_WORKSPACE_CONFIG", "`:4096:8` with `octile train --deterministic`"),
             Variable(
                 "TORCH_SYMMMEM_NBLOCKS",
@@ -109,8 +112,12 @@ SECTIONS = (
                 "DG_USE_NVIDIA_TOOLS",
                 "1 in `python -m octile.compat.deep_gemm`: DeepGEMM's tests then measure with events",
             ),
+            Variable(
+                "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING",
+                "`false` on several GPUs: torch's warning about the sends of pipelines is not shown",
+            ),
         ),
-        text="octile sets the last four, unless they are set already.",
+        text="octile sets the last five, unless they are set already.",
     ),
 )
 

@@ -52,7 +52,7 @@ MAX_PATIENCE = timedelta(seconds=60)  # if it has announced one
 POLL, GRACE = 1.0, 3.0  # seconds between two looks at NCCL, and for the failing rank to report what they find itself
 FAILURE, FAILING, POSITION = "failure", "failing", "position"  # keys of the store
 # torch warns each rank that a pipeline's sends wait for each other, which they must: both ranks run them in one order
-NO_WARNING = ("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+SEND_WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 
 
 class Ranks:
@@ -220,7 +220,7 @@ def join(device: torch.device, timeout: float) -> Ranks:
     store, rank, size = _rendezvous(limit)
     _joined = ranks = Ranks(rank, size, dist.PrefixStore("octile", store), limit)
     on_gpu = device.type == "cuda"
-    os.environ.setdefault(*NO_WARNING)
+    os.environ.setdefault(SEND_WARNING, "false")
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         store=dist.PrefixStore("groups", store),

@@ -34,7 +34,7 @@ def test_a_run_goes_from_a_pipeline_to_one_process_and_back(arguments, straight,
     run, schedule = tmp_path / "run", "--parallel.schedule=zb1p"
     begun = train(tmp_path, *arguments, *PIPELINE, schedule, f"--out={run}")
     assert begun.statuses == [0, 0], begun.lines
-    assert "pipeline: ZB1P, 2 stages of 1 layer on 2 ranks, 2 micro-batches; idle for" in printed(tmp_path)
+    assert "pipeline: ZB1P, 2 stages of 2 and 0 layers on 2 ranks, 2 micro-batches; idle for" in printed(tmp_path)
     main(["train", "--resume", "--out", str(run), "--steps=6", "--parallel.pp=1"])
     assert "parallel.pp: 2 before, 1 now: gradients are summed" in " ".join(capsys.readouterr().out.split())
     again = train(tmp_path, "--resume", f"--out={run}", "--steps=8", "--parallel.pp=2")
