@@ -95,13 +95,13 @@ SECTIONS = (
         (
             Variable("XDG_CACHE_HOME", "where `OCTILE_CACHE_DIR` is by default"),
             Variable("NO_COLOR", "any value: headings of `--help` are not bold"),
+            Variable(
+                "MPLBACKEND", "left out while matplotlib is imported, if it names a backend that is not installed"
+            ),
             Variable("OMP_WAIT_POLICY", "if it is set, `GOMP_SPINCOUNT` is left alone"),
             Variable(
                 "GOMP_SPINCOUNT",
                 "1000 in a command: threads that spin for longer delay one another where a core is busy",
-            ),
-            Variable(
-                "MPLBACKEND", "left out while matplotlib is imported, if it names a backend that is not installed"
             ),
             Variable("CUBLAS_WORKSPACE_CONFIG", "`:4096:8` with `octile train --deterministic`"),
             Variable(
