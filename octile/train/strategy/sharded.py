@@ -140,8 +140,8 @@ class ShardedStrategy(Strategy):
         """Let all ranks have the largest of their newest amaxes."""
         if self.names.histories:
             own = amax_histories(self.model)
-            of_any_layer = next(iter((own or amax_histories(self.whole)).values()))  # a stage may have only the head
-            none = torch.zeros_like(of_any_layer.amax_OH[:, 0], device=self.device)
+            any_history = next(iter((own or amax_histories(self.whole)).values()))  # a stage may have only the head
+            none = torch.zeros_like(any_history.amax_OH[:, 0], device=self.device)
             amax = [own[name].amax_OH[:, 0] if name in own else none for name in self.names.histories]
             for name, largest_O in zip(self.names.histories, self.ranks.max_(torch.stack(amax)), strict=True):
                 if name in own:
