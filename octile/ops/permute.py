@@ -2,6 +2,7 @@
 
     count_tokens          how many tokens go to each expert
     routing_plan          where each token's rows go, sorted by expert, and the rows of an expert by token
+    weighted_routing_plan the same of tokens that nobody has counted, and the weight of each row
     permute               copies the quantized row of a token to its K rows among those sorted by expert
     unpermute             sums the K rows of a token, times their weights if they have some
     unpermute_backward    the gradients of rows and weights
@@ -100,6 +101,42 @@ def _(experts, load):
     return backends.run("routing_plan", experts, load)
 
 
+@operator()
+def weighted_routing_plan(experts: Tensor, weights: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Count and sort the rows of all tokens as `routing_plan` does, and sort their weights: of few rows in one kernel.
+
+    Args:
+        experts: int64 or int32 [T, K], as in `count_tokens`.
+        weights: float32 [T, K], of the chosen experts.
+        n_experts: E, at most 4096.
+
+    Returns:
+        row_ids [T, K], order [R] and offs [E], int32, as `routing_plan` returns them; row_weights [R] float32, the
+        weight of each row.
+
+    Raises:
+        TypeError: experts or weights has another dtype.
+        ValueError: experts is not a matrix, the numbers or the weights do not fit it, or they are on different devices.
+        RuntimeError: on a CPU, an expert is not from 0 to n_experts − 1.
+    """
+    _check_weighted_plan(experts, weights, n_experts)
+    row_ids, order, offs = routing_plan(experts, count_tokens(experts, n_experts)[0])
+    return row_ids, order, offs, weights.flatten().index_select(0, order)
+
+
+@weighted_routing_plan.register_fake
+def _(experts, weights, n_experts):
+    t, k = experts.shape
+    plan = (experts.new_empty(shape, dtype=torch.int32) for shape in ((t, k), (t * k,), (n_experts,)))
+    return *plan, weights.new_empty(t * k)
+
+
+@weighted_routing_plan.register_kernel("cuda")
+def _(experts, weights, n_experts):
+    _check_weighted_plan(experts, weights, n_experts)
+    return backends.run("weighted_routing_plan", experts, weights, n_experts)
+
+
 def inverse(order: Tensor) -> Tensor:
     """Return the inverse of a permutation, int64 [R]: int32 [R]."""
     rows = torch.arange(len(order), dtype=torch.int32, device=order.device)
@@ -125,6 +162,15 @@ def _check_plan(experts: Tensor, load: Tensor) -> None:
         raise ValueError(f"load must be [E], not {tuple(load.shape)}")
     _check_experts(experts, load.shape[0])
     check_device("experts", experts, "load", load)
+
+
+def _check_weighted_plan(experts: Tensor, weights: Tensor, n_experts: int) -> None:
+    _check_experts(experts, n_experts)
+    if weights.dtype != torch.float32:
+        raise TypeError(f"weights must be float32, not {weights.dtype}")
+    if weights.shape != experts.shape:
+        raise ValueError(f"weights must be {list(experts.shape)} like experts, not {list(weights.shape)}")
+    check_device("experts", experts, "weights", weights)
 
 
 def _check_integers(name: str, t: Tensor) -> None:

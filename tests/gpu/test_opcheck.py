@@ -30,7 +30,14 @@ from octile.ops.matmul import matmul_nt, matmul_nt_out
 from octile.ops.mqa_logits import paged_mqa_schedule
 from octile.ops.norm import rms_norm, rms_norm_backward, rms_norm_quantize
 from octile.ops.paged_attention import paged_attention
-from octile.ops.permute import count_tokens, permute, routing_plan, unpermute, unpermute_backward
+from octile.ops.permute import (
+    count_tokens,
+    permute,
+    routing_plan,
+    unpermute,
+    unpermute_backward,
+    weighted_routing_plan,
+)
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
 from octile.ops.rope import rotate_halves
 from octile.ops.row_invariant import row_invariant_matmul_nt, row_invariant_matmul_nt_out
@@ -358,6 +365,7 @@ CASES = {
         (torch.ones((), device="cuda"), *torch.randn(6, 8, device="cuda").split((4, 2)), "softmax"),
     ),
     "count_tokens": lambda: (count_tokens, (_place() % 3, 3, 5)),
+    "weighted_routing_plan": lambda: (weighted_routing_plan, (_place() % 3, _place().float(), 3)),
     "routing_plan": lambda: (routing_plan, (_place().long() % 3, torch.full((3,), 5, device="cuda"))),
     "groups": lambda: (align_groups, (_offs(), 99)),
     "rows and columns of groups": lambda: (

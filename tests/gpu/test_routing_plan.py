@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octile.ops.permute import count_tokens, routing_plan
+from octile.ops.permute import count_tokens, routing_plan, weighted_routing_plan
 
 # tokens, experts per token, experts
 SHAPES = [(0, 2, 5), (1, 1, 1), (3, 6, 64), (32768, 6, 64), (32769, 4, 16), (16384, 8, 256), (5000, 3, 4096)]
@@ -33,6 +33,14 @@ def test_the_plan_is_that_of_the_cpu(shape: tuple[int, int, int], deterministic:
         torch.use_deterministic_algorithms(False)
     for ours, expected in zip((found_counts, *found), (counts, *routing_plan(experts, counts[0])), strict=True):
         assert ours.dtype == expected.dtype
+        assert torch.equal(ours.cpu(), expected)
+
+
+@pytest.mark.parametrize(("t", "k", "n_experts"), [*SHAPES, (32, 6, 64), (85, 6, 64), (256, 8, 256), (257, 8, 256)])
+def test_a_weighted_plan_is_that_of_the_cpu(t: int, k: int, n_experts: int):
+    experts, weights = experts_of(t, k, n_experts), torch.rand(t, k)
+    found = weighted_routing_plan(experts.cuda(), weights.cuda(), n_experts)
+    for ours, expected in zip(found, weighted_routing_plan(experts, weights, n_experts), strict=True):
         assert torch.equal(ours.cpu(), expected)
 
 

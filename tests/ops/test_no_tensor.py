@@ -36,7 +36,14 @@ from octile.ops.operator import LIBRARIES
 from octile.ops.packed import packed_matmul_nt
 from octile.ops.packed_attention import packed_attention, packed_attention_backward
 from octile.ops.paged_attention import paged_attention, paged_attention_with_lse
-from octile.ops.permute import count_tokens, permute, routing_plan, unpermute, unpermute_backward
+from octile.ops.permute import (
+    count_tokens,
+    permute,
+    routing_plan,
+    unpermute,
+    unpermute_backward,
+    weighted_routing_plan,
+)
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
 from octile.ops.rope import latent_keys, latent_keys_backward, rotate_, rotate_halves
 from octile.ops.row_invariant import row_invariant_matmul_nt, row_invariant_matmul_nt_out
@@ -205,6 +212,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     transpose_encoded: (ENCODED, X),
     unpermute: (X, PLACES, X, torch.ones(2, 1)),
     unpermute_backward: (X, X, PLACES, torch.ones(2, 1)),
+    weighted_routing_plan: (ENDS[:, None] - 2, torch.ones(1, 1), 2),
     write_and_rotate: (
         CACHE.clone(),
         SLOTS,

@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from octile.ops.permute import count_tokens, permute, routing_plan, unpermute, unpermute_backward
+from octile.ops.permute import (
+    count_tokens,
+    permute,
+    routing_plan,
+    unpermute,
+    unpermute_backward,
+    weighted_routing_plan,
+)
 from octile.ops.quantize import dequantize, quantize
 from tests.ops.operators import assert_fake_is_true, assert_well_formed
 
@@ -230,9 +237,21 @@ def test_rows_are_sorted_by_expert_then_by_token(t: int, k: int, n_experts: int,
     assert {r.dtype for r in (row_ids, order, offs)} == {torch.int32}
 
 
+@given(st.integers(0, 20), st.integers(1, 4), st.integers(1, 9))
+def test_a_weighted_plan_is_that_of_counted_tokens_and_each_row_has_its_weight(t: int, k: int, n_experts: int):
+    experts, weights = chosen(t, k, n_experts, t), torch.rand(t, k, generator=torch.Generator().manual_seed(t))
+    *plan, row_weights = weighted_routing_plan(experts, weights, n_experts)
+    assert all(map(torch.equal, plan, routing_plan(experts, count_tokens(experts, n_experts)[0])))
+    assert torch.equal(row_weights[plan[0].long()], weights)
+
+
 def test_the_operators_are_well_formed():
     experts = chosen(6, 2, 3)
-    for operator, arguments in ((count_tokens, (experts, 3, 2)), (routing_plan, (experts, torch.tensor([4, 4, 4])))):
+    for operator, arguments in (
+        (count_tokens, (experts, 3, 2)),
+        (routing_plan, (experts, torch.tensor([4, 4, 4]))),
+        (weighted_routing_plan, (experts, torch.rand(6, 2), 3)),
+    ):
         assert_well_formed(operator, arguments)
         assert_fake_is_true(operator, arguments)
 
@@ -264,3 +283,16 @@ def test_counts_that_cannot_be_made_are_refused(arguments, error, message: str):
 def test_plans_that_cannot_be_made_are_refused(load: torch.Tensor, error, message: str):
     with pytest.raises(error, match=message):
         routing_plan(chosen(4, 2, 3), load)
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "message"),
+    [
+        (torch.ones(4, 2).double(), TypeError, "weights must be float32, not torch.float64"),
+        (torch.ones(4, 3), ValueError, r"weights must be \[4, 2\] like experts, not \[4, 3\]"),
+        (torch.ones(4, 2, device="meta"), ValueError, "experts is on cpu but weights on meta"),
+    ],
+)
+def test_weighted_plans_that_cannot_be_made_are_refused(weights: torch.Tensor, error, message: str):
+    with pytest.raises(error, match=message):
+        weighted_routing_plan(chosen(4, 2, 3), weights, 3)

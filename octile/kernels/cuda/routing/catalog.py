@@ -1,4 +1,4 @@
-"""Catalog of the routing kernels: those of training that are compiled without a GPU.
+"""Catalog of the routing kernels that are compiled without a GPU: those of training, and of a decode step.
 
 The launcher is called with tensors on the meta device; its launches are recorded and not started.
 """
@@ -24,6 +24,8 @@ def launches() -> dict[str, Launched]:
         with _recorded_launches() as recorded:
             launcher.count_tokens(experts, n_experts, 1)
             launcher.routing_plan(experts, load)
+            for t in (32, 128, 256):
+                launcher.weighted_routing_plan(experts[:t], empty(t, k), n_experts)
             launcher.sequence_balance(empty(32768, n_experts), None, k, 8, "sigmoid")
         for i, launched in enumerate(recorded):
             found[f"routing of {n_experts} experts, {i}: {launched.name}"] = launched

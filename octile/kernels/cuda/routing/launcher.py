@@ -1,7 +1,7 @@
 """Launcher of Hopper's routing kernels: counts of experts, the plan of the rows, and the balance of sequences.
 
     count_experts   entries of each expert, of blocks of entries or of sequences
-    place_rows      the row of each entry, from the counts of the blocks before its own
+    place_rows      the row of each entry, from the counts of the blocks before its own; alone, from its own counts
     balance_parts   what each part of a sequence contributes to the balance
     balance_sums    the sums over the parts, and the loss
 
@@ -22,6 +22,7 @@ MAX_EXPERTS = 512  # whose counts fit into shared memory for each warp
 MAX_ENTRIES = 2**31 - 2**16
 COUNT = {"warps": 8, "rounds": 4}  # warps of a block, and entries of a thread
 SORT = {"warps": 16, "rounds": 2}
+MAX_ROUNDS_ALONE = 4  # entries of a thread where one block sorts all
 BALANCE = {"warps": 4, "blocks": 4}  # warps of a block, and blocks that must fit on an SM; at most so many are launched
 SUM_WARPS, SUM_COLUMNS = 16, 32  # warps of a block, and experts
 LANE_EXPERTS = 16  # of a token in a lane
@@ -39,6 +40,11 @@ def why_not_entries(experts: Tensor, n_experts: int) -> str | None:
 def why_not_plan(experts: Tensor, load: Tensor) -> str | None:
     """Return why `routing_plan` does not support a call; None: it does."""
     return why_not_entries(experts, len(load))
+
+
+def why_not_weighted_plan(experts: Tensor, weights: Tensor, n_experts: int) -> str | None:
+    """Return why `weighted_routing_plan` does not support a call; None: it does."""
+    return why_not_entries(experts, n_experts)
 
 
 def why_not_balance(logits: Tensor, experts: Tensor | None, *_: Any) -> str | None:
@@ -80,10 +86,30 @@ def routing_plan(experts: Tensor, load: Tensor) -> tuple[Tensor, Tensor, Tensor]
         t * k, blocks,
     )  # fmt: skip
     _launch(
-        "place_rows", {**constants, "wide_load": load.dtype == torch.int64}, experts, blocks, warps,
-        4 * (n_experts + 32 + warps * n_experts), experts, load, counts, row_ids, order, offs, load.stride(0), t * k,
+        "place_rows", {**constants, "wide_load": load.dtype == torch.int64, "alone": False}, experts, blocks, warps,
+        _place_bytes(n_experts, warps), experts, load, counts, 0, row_ids, order, offs, 0, load.stride(0), t * k,
     )  # fmt: skip
     return row_ids, order, offs
+
+
+def weighted_routing_plan(experts: Tensor, weights: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sort the entries of experts [T, K] and their weights → row_ids [T, K], order [T·K], offs [E], weights [T·K]."""
+    (t, k), device, warps = experts.shape, experts.device, SORT["warps"]
+    rounds = 1 << (-(-t * k // (32 * warps)) - 1).bit_length()  # so that numbers of rows share a kernel
+    if rounds > MAX_ROUNDS_ALONE:
+        row_ids, order, offs = routing_plan(experts, count_tokens(experts, n_experts, 1)[0])
+        return row_ids, order, offs, weights.flatten().index_select(0, order)
+    experts, weights = experts.contiguous(), weights.contiguous()
+    row_ids = torch.empty(t, k, dtype=torch.int32, device=device)
+    order = torch.empty(t * k, dtype=torch.int32, device=device)
+    offs = torch.empty(n_experts, dtype=torch.int32, device=device)
+    row_weights = torch.empty(t * k, dtype=torch.float32, device=device)
+    constants = {**_constants(experts, n_experts, SORT), "rounds": rounds, "wide_load": False, "alone": True}
+    _launch(
+        "place_rows", constants, experts, 1, warps, _place_bytes(n_experts, warps), experts, 0, 0, weights, row_ids,
+        order, offs, row_weights, 0, t * k,
+    )  # fmt: skip
+    return row_ids, order, offs, row_weights
 
 
 def sequence_balance(
@@ -115,6 +141,10 @@ def sequence_balance(
 
 def _constants(experts: Tensor, n_experts: int, settings: dict[str, int]) -> dict[str, int | bool]:
     return {"experts": n_experts, "wide": experts.dtype == torch.int64, **settings}
+
+
+def _place_bytes(n_experts: int, warps: int) -> int:
+    return 4 * (n_experts + 32 + warps * n_experts)
 
 
 def _blocks(entries: int, settings: dict[str, int]) -> int:

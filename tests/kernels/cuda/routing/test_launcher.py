@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octile.kernels.cuda.gemm import num_sms
 from octile.kernels.cuda.routing import launcher
-from octile.ops.permute import count_tokens, routing_plan
+from octile.ops.permute import count_tokens, routing_plan, weighted_routing_plan
 from octile.ops.sequence_balance import sequence_balance
 from tools import emulator
 from tools.emulator import build
@@ -59,11 +59,34 @@ def test_the_plan(t: int, k: int, n_experts: int, dtype: torch.dtype):
         assert torch.equal(found, expected)
 
 
+@pytest.mark.each_value
+@SHAPES
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_the_plan_of_one_block_with_weights(
+    t: int, k: int, n_experts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(launcher, "MAX_ROUNDS_ALONE", 8)
+    experts, weights = _experts(t, k, n_experts, dtype), torch.rand(t, k)
+    expected = weighted_routing_plan(experts, weights, n_experts)
+    for found, wanted in zip(launcher.weighted_routing_plan(experts, weights, n_experts), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_more_entries_than_one_block_takes_have_the_same_plan(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launcher, "MAX_ROUNDS_ALONE", 2)
+    experts, weights = _experts(60, 4, 16), torch.rand(60, 4)
+    expected = weighted_routing_plan(experts, weights, 16)
+    assert all(map(torch.equal, launcher.weighted_routing_plan(experts, weights, 16), expected))
+
+
 def test_strides_do_not_matter():
     experts, load = _experts(60, 4, 16), count_tokens(_experts(60, 4, 16), 16)[0]
     expected = routing_plan(experts, load)
     found = launcher.routing_plan(experts.mT.contiguous().mT, torch.stack((load, load), 1)[:, 1])
     assert all(map(torch.equal, found, expected))
+    weights = torch.rand(4, 60).mT
+    weighted = launcher.weighted_routing_plan(experts.mT.contiguous().mT, weights, 16)
+    assert all(map(torch.equal, weighted, weighted_routing_plan(experts, weights, 16)))
 
 
 def test_nothing_is_written_outside_for_a_wrong_load_and_other_numbers_than_experts():
@@ -73,6 +96,9 @@ def test_nothing_is_written_outside_for_a_wrong_load_and_other_numbers_than_expe
     row_ids, *_ = launcher.routing_plan(experts, torch.full((16,), 1000))  # the emulator guards the results
     assert row_ids.min() >= 0
     assert row_ids.max() < 240
+    weights = torch.rand(60, 4)
+    expected = weighted_routing_plan(experts.clamp(0, 15), weights, 16)
+    assert all(map(torch.equal, launcher.weighted_routing_plan(experts, weights, 16), expected))
 
 
 @pytest.mark.each_value
