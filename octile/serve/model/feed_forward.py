@@ -1,10 +1,11 @@
 """The second half of a block in serving: the norm, a SwiGLU layer or a mixture of experts, and the residual.
 
 The rows of a mixture are sorted by expert, and their results are weighted in SwiGLU if the down-projections are in FP8,
-as in training (`octile.nn.fused.feed_forward`). They go to their experts in one of two ways:
+as in training (`octile.nn.fused.feed_forward`). They go to their experts in one of three ways:
 
-    dispatcher    rows of any step, of this GPU alone or of ranks among which the experts are spread
-    exchange      the few rows of decode steps, for which no host waits
+    on one GPU    sorted by one kernel where there are few; the shared experts are computed at the same time
+    dispatcher    rows of any step to ranks among which the experts are spread
+    exchange      the few rows of decode steps to such ranks, for which no host waits
 
 Source: DeepSeek-V3 (arXiv 2412.19437) §2.1.2 and §3.4.
 Shapes: T rows, D model, E experts, K chosen ones, I intermediate; R rows sorted by expert.
@@ -22,13 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octile.formats import TILE
 from octile.kernels.cuda.gemm import num_sms
 from octile.models.config import ModelConfig
 from octile.nn.dispatcher import InFlight, LocalDispatcher
 from octile.nn.fused.feed_forward import can_fuse_size
 from octile.ops.gate import gate
 from octile.ops.norm import rms_norm
-from octile.ops.permute import count_tokens, unpermute
+from octile.ops.permute import count_tokens, permute, unpermute, weighted_routing_plan
 from octile.ops.swiglu import swiglu
 from octile.parallel.decoding import SortedExchange
 from octile.parallel.symmetric_memory import PeerDispatcher
@@ -40,6 +42,7 @@ from octile.serve.ranks.tensor_parallel import TensorParallel
 from octile.serve.weights.block_weights import BlockWeights, MLPWeights, MoEWeights
 
 PARTS = 8  # of a window of `ExpertLoad`
+FEW_ROWS = 256  # whose shared experts have a stream of their own: GEMMs of more rows fill a GPU
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class FeedForward:
     Attributes:
         config: configuration of the model.
         gemms: by its weights.
-        dispatcher: sends rows to experts.
+        dispatcher: sends rows to experts that are spread over ranks.
         tp: the ranks that share the rows of a step.
         expert_load: counts the tokens of each expert; None: nothing does.
         expert_parallel: weights with the experts of all ranks, if these share them.
@@ -92,7 +95,8 @@ class FeedForward:
         x = self.gemms.norm(x_TD, w.post_norm, eps, w.mlp.x.has_fp8 or w.mlp.shared.x.has_fp8, True)
         if self.exchange is not None:
             return self._add_exchanged(x_TD, x, layer, w.mlp, self.tp.own(slots), self.exchange)
-        return x_TD.add_(self._mixture(x, layer, w.mlp, self.tp.own(slots)))
+        mixture = self._mixture if self.expert_parallel is None else self._spread_mixture
+        return x_TD.add_(mixture(x, layer, w.mlp, self.tp.own(slots)))
 
     def _mlp(self, x: Rows, w: MLPWeights) -> Tensor:
         gate_TI, up_TI = self.gemms.projections(x, w.x)
@@ -106,13 +110,28 @@ class FeedForward:
         return self.gemms.nt(self.gemms.rows_for(swiglu(gate_TI, up_TI), w.down), w.down)
 
     def _mixture(self, x: Rows, layer: int, w: MoEWeights, slots: Tensor) -> Tensor:
+        if len(slots) <= FEW_ROWS:
+            shared = begin_shared_experts(lambda: self._mlp(x, w.shared), slots.device)
+        else:
+            shared = InFlight(self._mlp(x, w.shared))
         weights_TK, experts_TK = self._choose(x, layer, w, slots)
-        load_E = count_tokens(
-            experts_TK, len(w.gate) if self.expert_parallel is None else self.expert_parallel.n_experts
-        )[0]
+        row_ids_TK, order_R, offs_E, weight_R = weighted_routing_plan(experts_TK, weights_TK, len(w.gate))
+        if x.q is not None and w.x.has_fp8:
+            data, scale = permute(x.q.data, x.q.scale, row_ids_TK)
+            rows = Rows(None, ScaledTensor(data, scale, TILE))
+        else:
+            assert x.values is not None
+            rows = Rows(x.values.index_select(0, order_R // experts_TK.shape[1]), None)
+        is_weighted = isinstance(w.down, ScaledTensor)
+        y_RD = self._experts(rows, w, offs_E, weight_R if is_weighted else None)
+        return unpermute(y_RD, row_ids_TK, shared.wait(switches=False), None if is_weighted else weights_TK)
+
+    def _spread_mixture(self, x: Rows, layer: int, w: MoEWeights, slots: Tensor) -> Tensor:
+        assert self.expert_parallel is not None
+        weights_TK, experts_TK = self._choose(x, layer, w, slots)
+        load_E = count_tokens(experts_TK, self.expert_parallel.n_experts)[0]
+        experts_TK = self.expert_parallel.slots(layer, experts_TK)
         dispatcher = self.dispatcher
-        if self.expert_parallel is not None:
-            experts_TK = self.expert_parallel.slots(layer, experts_TK)
         if isinstance(dispatcher, PeerDispatcher):
             experts_TK = experts_TK.masked_fill((slots < 0)[:, None], -1)  # padding goes nowhere
         plan = dispatcher.plan(experts_TK, load_E)
@@ -177,16 +196,16 @@ class FeedForward:
 
 
 def begin_shared_experts(compute: Callable[[], Tensor], device: torch.device) -> InFlight[Tensor]:
-    """Begin to compute the shared experts of a decode step on a stream of their own, while its rows are exchanged.
+    """Begin to compute the shared experts of few rows on a stream of their own, while their experts are chosen.
 
-    Few rows leave most of a GPU idle while they travel. The stream begins after what the current one was asked to do
-    before. It is one of a GPU, made when it is first needed.
+    Few rows leave most of a GPU idle while they are sorted, or exchanged with other ranks. The stream begins after what
+    the current one was asked to do before. It is one of a GPU, made when it is first needed.
 
     What they read must stay until the result is waited for. Memory of their stream is used again by later work of that
     stream alone, which waits for what has read it.
 
     Args:
-        compute: launches the kernels, whose GEMMs leave half of the SMs to the exchange.
+        compute: launches the kernels, whose GEMMs leave half of the SMs to the current stream's.
         device: device of the rows. On a CPU the result is computed at once.
     """
     if device.type != "cuda":
