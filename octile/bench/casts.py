@@ -39,7 +39,7 @@ from octile.bench.kernel_time import work_seconds
 from octile.bench.rows import LEGEND, Row, compare, table_with
 from octile.models.config import ModelConfig
 from octile.models.meta import meta_model
-from octile.nn.dispatcher import LocalDispatcher
+from octile.nn.dispatcher import LocalDispatcher, RoutingPlan
 from octile.ops.adamw import adamw
 from octile.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from octile.ops.gate import gate, gate_backward
@@ -208,7 +208,7 @@ def _cases(m: int, k: int, device: str, dtype: torch.dtype) -> list[Operator]:
     gate, up, dh = torch.randn_like(x), torch.randn_like(x), torch.randn_like(x)
     saved = quantize(torch.stack((gate, up)), 1, 128, "e4m3", False)
     weight, rstd = torch.randn(x.shape[1], device=x.device, dtype=x.dtype), torch.rand(len(x), device=x.device)
-    row_ids = _row_ids(len(x) // CHOSEN, x.device)
+    row_ids, order, _, _ = _plan(len(x) // CHOSEN, x.device)
     tokens, shares = quantize(x[: len(row_ids)], 1, 128, "e4m3", True), torch.rand(row_ids.shape, device=x.device)
     return [
         *cases,
@@ -244,7 +244,7 @@ def _cases(m: int, k: int, device: str, dtype: torch.dtype) -> list[Operator]:
         Operator("SwiGLU", swiglu, (gate, up), goals.HIGH_PRECISION),
         Operator("SwiGLU backward", swiglu_backward, (dh, gate, up), goals.HIGH_PRECISION),
         Operator("RMSNorm", lambda x, w: rms_norm(x, w, 1e-6), (x, weight), goals.HIGH_PRECISION),
-        Operator(f"permute to {CHOSEN} places", permute, (*tokens, row_ids), goals.MOVES),
+        Operator(f"permute to {CHOSEN} places", permute, (*tokens, row_ids, order), goals.MOVES),
         Operator(f"unpermute, sums of {CHOSEN}", unpermute, (x, row_ids), goals.MOVES),
         Operator(
             f"weighted sums of {CHOSEN}",
@@ -341,10 +341,10 @@ def _parameter_shapes(name: str) -> list[torch.Size]:
     return [parameter.shape for parameter in meta_model(preset(name).model).parameters()]
 
 
-def _row_ids(tokens: int, device: torch.device) -> Tensor:
-    """Return the position of each token's rows among all rows sorted by expert, for random experts: [T, K]."""
+def _plan(tokens: int, device: torch.device) -> RoutingPlan:
+    """Return where the rows of tokens go, for random experts."""
     experts = torch.rand(tokens, EXPERTS, device=device).topk(CHOSEN).indices
-    return LocalDispatcher().plan(experts, experts.flatten().bincount(minlength=EXPERTS)).row_ids_TK
+    return LocalDispatcher().plan(experts, experts.flatten().bincount(minlength=EXPERTS))
 
 
 def _adamw_step(*tensors: Tensor) -> list[Tensor]:

@@ -138,7 +138,8 @@ ONLY_TRITON = (
     "latent_keys", "latent_keys_backward", "packed_matmul_nt", "permute", "ragged_attention", "record_choices",
     "rms_norm_backward", "rotate_", "rotate_halves", "row_invariant_matmul_nt",
     "row_invariant_matmul_nt_out", "sample_tokens", "sequence_balance_backward", "swiglu", "swiglu_backward",
-    "text_rows", "transpose_encoded", "unpermute", "unpermute_backward", "write_and_rotate", "write_latents",
+    "text_rows", "transpose_encoded", "unpermute", "unpermute_add_", "unpermute_backward", "write_and_rotate",
+    "write_latents",
 )  # fmt: skip
 COMPILED_ON_CPU = (  # bit for bit the reference
     "adamw", "quantize", "dequantize", "quantize_rows_and_columns", "quantize_joined_rows_and_columns",

@@ -177,7 +177,7 @@ class LocalDispatcher:
 
     def dispatch_quantized(self, x_ND: ScaledTensor, plan: RoutingPlan) -> ScaledTensor:
         """Copy every row that `send_quantized` returned to each of its experts: [R, D]."""
-        data, scale = permute(x_ND.data, x_ND.scale, plan.row_ids_TK)
+        data, scale = permute(x_ND.data, x_ND.scale, plan.row_ids_TK, plan.order_R)
         return ScaledTensor(data, scale, TILE)
 
     def dispatch_requantized(

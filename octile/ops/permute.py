@@ -5,6 +5,7 @@
     weighted_routing_plan the same of tokens that nobody has counted, and the weight of each row
     permute               copies the quantized row of a token to its K rows among those sorted by expert
     unpermute             sums the K rows of a token, times their weights if they have some
+    unpermute_add_        adds these sums to rows
     unpermute_backward    the gradients of rows and weights
 
 On a GPU the plan is a counting sort. Each program counts the experts of a block of entries, the counts are summed over
@@ -179,39 +180,40 @@ def _check_integers(name: str, t: Tensor) -> None:
 
 
 @operator()
-def permute(data: Tensor, scale: Tensor, row_ids: Tensor) -> tuple[Tensor, Tensor]:
+def permute(data: Tensor, scale: Tensor, row_ids: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     """Copy row t of a matrix in 1×128 tiles to the rows row_ids[t] of the result.
 
     Args:
         data: float8_e4m3fn, float8_e5m2 or int8 [T, D].
         scale: float32 [T, ⌈D/128⌉].
         row_ids: int32 [T, K], row indices, a permutation of 0 … T·K − 1.
+        order: int32 [T·K], its inverse, as `routing_plan` returns both.
 
     Returns:
         data [T·K, D] and scale [T·K, ⌈D/128⌉], laid out as `quantize` returns them.
 
     Raises:
-        TypeError: data, scale or row_ids has another dtype.
+        TypeError: data, scale, row_ids or order has another dtype.
         ValueError: data or row_ids is not a matrix, or shapes or devices do not fit together.
     """
-    _check_permute(data, scale, row_ids)
-    rows = row_ids.flatten().argsort() // row_ids.shape[1]  # the token of each row of the result
+    _check_permute(data, scale, row_ids, order)
+    rows = order // row_ids.shape[1]  # the token of each row of the result
     moved = data.view(torch.uint8).index_select(0, rows).view(data.dtype)
     return moved, new_scale(moved, *TILE).copy_(scale.index_select(0, rows))
 
 
 @permute.register_fake
-def _(data, scale, row_ids):
+def _(data, scale, row_ids, order):
     moved = data.new_empty(row_ids.shape[0] * row_ids.shape[1], data.shape[1])
     return moved, new_scale(moved, *TILE)
 
 
 @permute.register_kernel("cuda")
-def _(data, scale, row_ids):
+def _(data, scale, row_ids, order):
     from octile.kernels.triton import permute as kernel  # late: a machine without a GPU has no Triton
 
-    _check_permute(data, scale, row_ids)
-    return kernel.launch(data, scale, row_ids)
+    _check_permute(data, scale, row_ids, order)
+    return kernel.launch(data, scale, row_ids, order)
 
 
 @operator()
@@ -254,6 +256,32 @@ def _(y, row_ids, add=None, weight=None):
     return kernel.launch_back(y, row_ids, add, weight)
 
 
+@operator(writes=("x",))
+def unpermute_add_(
+    x: Tensor, y: Tensor, row_ids: Tensor, add: Tensor | None = None, weight: Tensor | None = None
+) -> None:
+    """Add `unpermute(y, row_ids, add, weight)` to x, with the bits of that sum: both are rounded.
+
+    Args:
+        x: [T, D] in y's dtype, contiguous. The result is written to it.
+        y, row_ids, add, weight: as in `unpermute`.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: shapes or devices do not fit together, or x is not contiguous.
+    """
+    _check_unpermute_add(x, y, row_ids, add, weight)
+    x.add_(unpermute(y, row_ids, add, weight))
+
+
+@unpermute_add_.register_kernel("cuda")
+def _(x, y, row_ids, add=None, weight=None):
+    from octile.kernels.triton import permute as kernel
+
+    _check_unpermute_add(x, y, row_ids, add, weight)
+    kernel.launch_add(x, y, row_ids, add, weight)
+
+
 @operator()
 def unpermute_backward(dsum: Tensor, y: Tensor, row_ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the gradients of the rows and of the weights of `unpermute`, in FP32. That of add is dsum itself.
@@ -291,7 +319,7 @@ def _(dsum, y, row_ids, weight):
     return kernel.launch_back_backward(dsum, y, row_ids, weight)
 
 
-def _check_permute(data: Tensor, scale: Tensor, row_ids: Tensor) -> None:
+def _check_permute(data: Tensor, scale: Tensor, row_ids: Tensor, order: Tensor) -> None:
     if data.dtype not in map(STORAGE_DTYPES.get, GEMM_FORMATS):
         raise TypeError(f"data must be float8_e4m3fn, float8_e5m2 or int8, not {data.dtype}")
     if data.dim() != 2:
@@ -302,6 +330,11 @@ def _check_permute(data: Tensor, scale: Tensor, row_ids: Tensor) -> None:
         raise ValueError(
             f"row_ids must have a row for each of the {data.shape[0]} rows of data, not {row_ids.shape[0]}"
         )
+    if order.dtype != torch.int32:
+        raise TypeError(f"order must be int32, not {order.dtype}")
+    if order.shape != (row_ids.numel(),):
+        raise ValueError(f"order must be [{row_ids.numel()}], one for each entry of row_ids, not {list(order.shape)}")
+    check_device("data", data, "order", order)
 
 
 def _check_unpermute_backward(dsum: Tensor, y: Tensor, row_ids: Tensor, weight: Tensor) -> None:
@@ -329,6 +362,15 @@ def _check_unpermute(y: Tensor, row_ids: Tensor, add: Tensor | None, weight: Ten
         if add.dtype != y.dtype:
             raise TypeError(f"add must be {y.dtype} as y, not {add.dtype}")
         _check_sums("add", add, y, row_ids)
+
+
+def _check_unpermute_add(x: Tensor, y: Tensor, row_ids: Tensor, add: Tensor | None, weight: Tensor | None) -> None:
+    _check_unpermute(y, row_ids, add, weight)
+    if x.dtype != y.dtype:
+        raise TypeError(f"x must be {y.dtype} as y, not {x.dtype}")
+    _check_sums("x", x, y, row_ids)
+    if not x.is_contiguous():
+        raise ValueError(f"x must be contiguous, not of the strides {x.stride()}")
 
 
 def _check_sums(name: str, sums: Tensor, y: Tensor, row_ids: Tensor) -> None:

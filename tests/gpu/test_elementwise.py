@@ -13,7 +13,7 @@ from octile.nn.moe import Experts
 from octile.nn.rope import Rope
 from octile.ops.high_precision import high_precision_grouped_nt
 from octile.ops.norm import rms_norm, rms_norm_backward
-from octile.ops.permute import count_tokens, permute, unpermute, unpermute_backward
+from octile.ops.permute import count_tokens, permute, unpermute, unpermute_add_, unpermute_backward
 from octile.ops.quantize import quantize
 from octile.ops.swiglu import swiglu, swiglu_backward
 from octile.recipe import Recipe
@@ -127,12 +127,24 @@ def test_weighted_sums_agree_with_the_cpu(shape: tuple[int, int, int], dtype: to
     torch.testing.assert_close(found_dweight.cpu(), dweight, rtol=1e-4, atol=1e-2, equal_nan=True)
 
 
+@pytest.mark.parametrize("shape", [(1000, 8, 128), (7, 3, 200), (32, 6, 2048)], ids=str)
+def test_sums_that_are_added_to_rows_are_those_of_the_cpu(shape: tuple[int, int, int]):
+    t, k, d = shape
+    row_ids = torch.randperm(t * k, generator=torch.Generator().manual_seed(4)).view(t, k).to(torch.int32)
+    x, y, add = (torch.randn(rows, d).bfloat16() for rows in (t, t * k, t))
+    found = x.cuda()
+    unpermute_add_(found, y.cuda(), row_ids.cuda(), add.cuda())
+    unpermute_add_(x, y, row_ids, add)
+    assert torch.equal(found.cpu(), x)
+
+
 @pytest.mark.parametrize("shape", [(1000, 8, 128), (1000, 4, 384), (7, 3, 200), (5, 8, 7168)], ids=str)
 def test_permuted_rows_are_those_of_the_cpu(shape: tuple[int, int, int]):
     t, k, d = shape
     tiles = quantize(random(t, d), 1, 128, "e4m3", False)
     row_ids = torch.randperm(t * k, generator=torch.Generator().manual_seed(4)).view(t, k).to(torch.int32)
-    found, expected = permute(*(x.cuda() for x in tiles), row_ids.cuda()), permute(*tiles, row_ids)
+    places = row_ids, row_ids.flatten().argsort().to(torch.int32)
+    found, expected = permute(*(x.cuda() for x in (*tiles, *places))), permute(*tiles, *places)
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours.cpu().float(), theirs.float())
 

@@ -35,6 +35,7 @@ from octile.ops.permute import (
     permute,
     routing_plan,
     unpermute,
+    unpermute_add_,
     unpermute_backward,
     weighted_routing_plan,
 )
@@ -390,10 +391,14 @@ CASES = {
             align_groups(_offs(), 99)[0],
         ),
     ),
-    "permute": lambda: (permute, (*_operand((5, 130), TILE)[:2], _place())),
+    "permute": lambda: (permute, (*_operand((5, 130), TILE)[:2], _place(), _place().flatten())),
     "unpermute": lambda: (
         unpermute,
         (torch.randn(15, 130, device="cuda"), _place(), torch.ones(5, 130, device="cuda")),
+    ),
+    "unpermute_add_": lambda: (
+        unpermute_add_,
+        (torch.zeros(5, 130, device="cuda"), torch.randn(15, 130, device="cuda"), _place()),
     ),
     "unpermute with weights": lambda: (
         unpermute,

@@ -41,6 +41,7 @@ from octile.ops.permute import (
     permute,
     routing_plan,
     unpermute,
+    unpermute_add_,
     unpermute_backward,
     weighted_routing_plan,
 )
@@ -141,7 +142,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     paged_attention_with_lse: (X[:, None], CACHE, torch.zeros_like(PLACES), ENDS.expand(2), 100, 1.0, 64),
     paged_sparse_attention: (X[:, None], CACHE, torch.zeros_like(PLACES), torch.zeros_like(PLACES), 100, 1.0),
     packed_matmul_nt: (F8, PACKED, 128, F8, PACKED, 128, torch.float32),
-    permute: (ENCODED, SCALE, PLACES),
+    permute: (ENCODED, SCALE, PLACES, PLACES[:, 0]),
     high_precision_grouped_nt: (X, X[None], ENDS, torch.float32),
     high_precision_grouped_tn: (X, X, ENDS, torch.float32),
     few_rows_mixture: (
@@ -211,6 +212,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     top_keys: (X, INT[0], INT[0] + 2, 1),
     transpose_encoded: (ENCODED, X),
     unpermute: (X, PLACES, X, torch.ones(2, 1)),
+    unpermute_add_: (X.clone(), X, PLACES, X, torch.ones(2, 1)),
     unpermute_backward: (X, X, PLACES, torch.ones(2, 1)),
     weighted_routing_plan: (ENDS[:, None] - 2, torch.ones(1, 1), 2),
     write_and_rotate: (

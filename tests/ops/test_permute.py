@@ -13,6 +13,7 @@ from octile.ops.permute import (
     permute,
     routing_plan,
     unpermute,
+    unpermute_add_,
     unpermute_backward,
     weighted_routing_plan,
 )
@@ -27,6 +28,11 @@ def random_row_ids(t: int = T, k: int = K, seed: int = 0) -> Tensor:
     return torch.randperm(t * k, generator=generator).view(t, k).to(torch.int32)
 
 
+def with_order(row_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Row indices and their inverse."""
+    return row_ids, row_ids.flatten().argsort().to(torch.int32)
+
+
 def tiles(t: int = T, fmt: str = "e4m3") -> tuple[Tensor, Tensor]:
     return quantize(torch.randn(t, D, generator=torch.Generator().manual_seed(1)), 1, 128, fmt, True)
 
@@ -34,7 +40,7 @@ def tiles(t: int = T, fmt: str = "e4m3") -> tuple[Tensor, Tensor]:
 @given(st.integers(0, 20), st.integers(1, 5), st.sampled_from(["e4m3", "e5m2", "int8"]), st.integers(0, 99))
 def test_permute_copies_each_row_to_its_destinations_with_its_scales(t: int, k: int, fmt: str, seed: int):
     (data, scale), row_ids = tiles(t, fmt), random_row_ids(t, k, seed)
-    moved, moved_scale = permute(data, scale, row_ids)
+    moved, moved_scale = permute(data, scale, *with_order(row_ids))
     values = dequantize(data, scale, 1, 128, torch.float32)
     expected = torch.empty(t * k, D)
     for token, rows in enumerate(row_ids.tolist()):
@@ -43,7 +49,7 @@ def test_permute_copies_each_row_to_its_destinations_with_its_scales(t: int, k: 
 
 
 def test_scales_have_the_layout_of_quantize():
-    moved, moved_scale = permute(*tiles(), random_row_ids())
+    moved, moved_scale = permute(*tiles(), *with_order(random_row_ids()))
     assert moved_scale.stride() == quantize(torch.zeros(T * K, D), 1, 128, "e4m3", True)[1].stride()
     assert moved.is_contiguous()
 
@@ -88,10 +94,43 @@ def test_gradients_of_a_weighted_sum_equal_autograd(dtype: torch.dtype):
     torch.testing.assert_close(found[1], dweight)
 
 
+@given(
+    st.integers(0, 20),
+    st.integers(1, 5),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([torch.bfloat16, torch.float32]),
+)
+def test_sums_are_added_to_rows_as_the_sums_alone_would_be(
+    t: int, k: int, added: bool, weighted: bool, dtype: torch.dtype
+):
+    generator = torch.Generator().manual_seed(t)
+    y, row_ids, x = (
+        torch.randn(t * k, 8, generator=generator).to(dtype),
+        random_row_ids(t, k),
+        torch.randn(t, 8).to(dtype),
+    )
+    add = torch.randn(t, 8).to(dtype) if added else None
+    weight = torch.rand(t, k) if weighted else None
+    expected = x + unpermute(y, row_ids, add, weight)
+    unpermute_add_(x, y, row_ids, add, weight)
+    assert torch.equal(x, expected)
+
+
+def test_rows_to_which_sums_cannot_be_added_are_refused():
+    y, row_ids = torch.zeros(4, 4), random_row_ids(2, 2)
+    with pytest.raises(TypeError, match=r"x must be torch\.float32 as y, not torch\.bfloat16"):
+        unpermute_add_(torch.zeros(2, 4).bfloat16(), y, row_ids)
+    with pytest.raises(ValueError, match=r"x must be \(2, 4\), not \(4, 4\)"):
+        unpermute_add_(torch.zeros(4, 4), y, row_ids)
+    with pytest.raises(ValueError, match=r"x must be contiguous, not of the strides \(1, 2\)"):
+        unpermute_add_(torch.zeros(4, 2).mT, y, row_ids)
+
+
 def test_permute_and_unpermute_are_adjoint():
     """⟨permute(x), y⟩ = ⟨x, unpermute(y)⟩."""
     (data, scale), row_ids, y = tiles(), random_row_ids(), torch.randn(T * K, D)
-    moved = dequantize(*permute(data, scale, row_ids), 1, 128, torch.float32)
+    moved = dequantize(*permute(data, scale, *with_order(row_ids)), 1, 128, torch.float32)
     x = dequantize(data, scale, 1, 128, torch.float32)
     products = moved.double() * y
     difference = products.sum() - (x.double() * unpermute(y, row_ids)).sum()
@@ -104,9 +143,11 @@ def test_the_addend_is_not_written():
     assert (add == 1).all()
 
 
+ORDER = with_order(random_row_ids(2, 1))[1]
 CALLS: dict[str, Any] = {
-    "permute": lambda: (permute, (*tiles(fmt="int8"), random_row_ids())),
+    "permute": lambda: (permute, (*tiles(fmt="int8"), *with_order(random_row_ids()))),
     "unpermute": lambda: (unpermute, (torch.randn(T * K, D), random_row_ids())),
+    "in place": lambda: (unpermute_add_, (torch.randn(T, D), torch.randn(T * K, D), random_row_ids())),
     "added": lambda: (unpermute, (torch.randn(T * K, D), random_row_ids(), torch.randn(T, D))),
     "weighted": lambda: (unpermute, (torch.randn(T * K, D), random_row_ids(), None, torch.rand(T, K))),
     "gradients": lambda: (
@@ -121,7 +162,7 @@ def test_operators_are_well_formed(name: str):
     assert_well_formed(*CALLS[name]())
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "in place"])
 def test_meta_tensors_have_the_shapes_and_strides_of_real_ones(name: str):
     assert_fake_is_true(*CALLS[name]())
 
@@ -130,28 +171,42 @@ def test_meta_tensors_have_the_shapes_and_strides_of_real_ones(name: str):
     ("arguments", "error", "message"),
     [
         (
-            (torch.zeros(2, 4), torch.ones(2, 1), random_row_ids(2, 1)),
+            (torch.zeros(2, 4), torch.ones(2, 1), random_row_ids(2, 1), ORDER),
             TypeError,
             "data must be float8_e4m3fn, float8_e5m2 or",
         ),
-        ((torch.zeros(2, 4).char(), torch.ones(2, 2), random_row_ids(2, 1)), ValueError, r"scale must be \(2, 1\)"),
         (
-            (torch.zeros(2, 4).char(), torch.ones(2, 1), random_row_ids(2, 1).long()),
+            (torch.zeros(2, 4).char(), torch.ones(2, 2), random_row_ids(2, 1), ORDER),
+            ValueError,
+            r"scale must be \(2, 1\)",
+        ),
+        (
+            (torch.zeros(2, 4).char(), torch.ones(2, 1), random_row_ids(2, 1).long(), ORDER),
             TypeError,
             "row_ids must be int32, not",
         ),
         (
-            (torch.zeros(2, 4).char(), torch.ones(2, 1), random_row_ids(2, 1)[0]),
+            (torch.zeros(2, 4).char(), torch.ones(2, 1), random_row_ids(2, 1)[0], ORDER),
             ValueError,
             r"row_ids must be \[T, K\], not",
         ),
         (
-            (torch.zeros(2, 4).char(), torch.ones(2, 1), random_row_ids(3, 1)),
+            (torch.zeros(2, 4).char(), torch.ones(2, 1), random_row_ids(3, 1), ORDER),
             ValueError,
             "for each of the 2 rows of data, not 3",
         ),
+        (
+            (torch.zeros(2, 4).char(), torch.ones(2, 1), random_row_ids(2, 1), ORDER.long()),
+            TypeError,
+            "order must be int32, not",
+        ),
+        (
+            (torch.zeros(2, 4).char(), torch.ones(2, 1), random_row_ids(2, 1), ORDER[:1]),
+            ValueError,
+            r"order must be \[2\], one",
+        ),
     ],
-    ids=["dtype", "scale", "dtype of row_ids", "shape of row_ids", "rows"],
+    ids=["dtype", "scale", "dtype of row_ids", "shape of row_ids", "rows", "dtype of order", "order"],
 )
 def test_invalid_arguments_of_permute_are_refused(arguments: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):

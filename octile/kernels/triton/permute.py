@@ -13,33 +13,46 @@ from octile.kernels.triton import launch_config
 from octile.kernels.triton.launch_config import EXACT, PERMUTE_SCALES, UNPERMUTE, UNPERMUTE_BACKWARD
 
 
-def launch(data: Tensor, scale: Tensor, row_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Copy row t of data [T, D] and scale [T, ⌈D/128⌉], any strides, to the rows row_ids[t] of the results."""
+def launch(data: Tensor, scale: Tensor, row_ids: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy row t of data [T, D] and scale [T, ⌈D/128⌉], any strides, to the rows row_ids[t] of the results.
+
+    order [T·K] is the inverse of row_ids [T, K].
+    """
     (t, d), k = data.shape, row_ids.shape[1]
     rows = t * k
     moved = torch.empty(rows, d, dtype=data.dtype, device=data.device)
     moved_scale = new_scale(moved, 1, 128)
     if moved.numel():
-        token = torch.empty(rows, dtype=torch.int32, device=data.device)
         cols = min(max(triton.next_power_of_2(d), 128), launch_config.PERMUTE_BYTES)
         tokens = launch_config.PERMUTE_BYTES // cols
         warps = launch_config.PERMUTE_BYTES // launch_config.PERMUTE_BYTES_PER_WARP
         row_programs = triton.cdiv(rows, PERMUTE_SCALES["ROWS"])
         scale_programs = row_programs * triton.cdiv(scale.shape[1], PERMUTE_SCALES["TILES"])
         with torch.cuda.device_of(data):
-            find_tokens[(triton.cdiv(rows, 1024),)](row_ids, *row_ids.stride(), token, rows, K=k, ROWS=1024)
             permute[(scale_programs + triton.cdiv(t, tokens) * triton.cdiv(d, cols),)](
-                data.view(torch.uint8), scale, row_ids, token, rows, d, *data.stride(), *scale.stride(),
-                *row_ids.stride(), moved.view(torch.uint8), moved_scale, moved_scale.stride(1), scale_programs,
-                K=k, TOKENS=tokens, COLS=cols, **PERMUTE_SCALES, num_warps=warps,
+                data.view(torch.uint8), scale, row_ids, order, rows, d, *data.stride(), *scale.stride(),
+                *row_ids.stride(), order.stride(0), moved.view(torch.uint8), moved_scale, moved_scale.stride(1),
+                scale_programs, K=k, TOKENS=tokens, COLS=cols, **PERMUTE_SCALES, num_warps=warps,
             )  # fmt: skip
     return moved, moved_scale
 
 
 def launch_back(y: Tensor, row_ids: Tensor, add: Tensor | None, weight: Tensor | None = None) -> Tensor:
     """Sum add [T, D] and the rows row_ids[t] of y [T·K, D], times weight [T, K], any strides → [T, D]."""
+    out = torch.empty(len(row_ids), y.shape[1], dtype=y.dtype, device=y.device)
+    _launch_back(out, False, y, row_ids, add, weight)
+    return out
+
+
+def launch_add(x: Tensor, y: Tensor, row_ids: Tensor, add: Tensor | None, weight: Tensor | None) -> None:
+    """Add what `launch_back` returns to contiguous x [T, D]."""
+    _launch_back(x, True, y, row_ids, add, weight)
+
+
+def _launch_back(
+    out: Tensor, accumulates: bool, y: Tensor, row_ids: Tensor, add: Tensor | None, weight: Tensor | None
+) -> None:
     (t, k), d = row_ids.shape, y.shape[1]
-    out = torch.empty(t, d, dtype=y.dtype, device=y.device)
     if out.numel():
         cols = min(max(triton.next_power_of_2(d), 128), UNPERMUTE["cols"])
         added = y if add is None else add  # not read without add
@@ -47,10 +60,9 @@ def launch_back(y: Tensor, row_ids: Tensor, add: Tensor | None, weight: Tensor |
         with torch.cuda.device_of(y):
             unpermute[(t * triton.cdiv(d, cols),)](
                 y, row_ids, added, weights, out, d, *y.stride(), *row_ids.stride(), *added.stride(), *weights.stride(),
-                K=k, ADD=add is not None, WEIGHTED=weight is not None, COLS=cols,
+                K=k, ADD=add is not None, WEIGHTED=weight is not None, ACCUMULATES=accumulates, COLS=cols,
                 num_warps=cols // UNPERMUTE["cols_per_warp"], **EXACT,
             )  # fmt: skip
-    return out
 
 
 def launch_back_backward(dsum: Tensor, y: Tensor, row_ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,24 +86,17 @@ def compile_cases() -> cases.CompileCases:
     row_ids, sums, rows = cases.rows_of_tokens(), cases.empty(cases.T, cases.K), cases.empty(8 * cases.T, cases.K)
     weight = cases.empty(cases.T, 8, dtype=cases.FP32)
     return {
-        "permute": lambda: launch(*cases.quantized(cases.T, cases.K, TILE)[:2], row_ids),
+        "permute": lambda: launch(*cases.quantized(cases.T, cases.K, TILE)[:2], row_ids, row_ids.flatten()),
         "unpermute": lambda: launch_back(rows, row_ids, sums),
         "unpermute with weights": lambda: launch_back(rows, row_ids, sums, weight),
+        "unpermute, added": lambda: launch_add(sums, rows, row_ids, sums, None),
         "unpermute backward": lambda: launch_back_backward(sums, rows, row_ids, weight),
     }
 
 
-@triton.jit(do_not_specialize=["R"])
-def find_tokens(row_ids, row_ids_row, row_ids_col, token, R, K: tl.constexpr, ROWS: tl.constexpr):
-    """Write the token of each row of the result."""
-    index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row = tl.load(row_ids + (index // K).to(tl.int64) * row_ids_row + index % K * row_ids_col, mask=index < R, other=0)
-    tl.store(token + row, index // K, mask=index < R)
-
-
 @triton.jit(do_not_specialize=["R", "SCALE_PROGRAMS"])
 def permute(
-    data, scale, row_ids, token_of, R, D, data_row, data_col, scale_row, scale_col, row_ids_row, row_ids_col,
+    data, scale, row_ids, order, R, D, data_row, data_col, scale_row, scale_col, row_ids_row, row_ids_col, order_step,
     moved, moved_scale, moved_scale_col, SCALE_PROGRAMS,
     K: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -103,7 +108,7 @@ def permute(
     if tl.program_id(0) < SCALE_PROGRAMS:
         blocks = tl.cdiv(R, ROWS)
         to = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
-        source = tl.load(token_of + to, mask=to < R, other=0).to(tl.int64)
+        source = tl.load(order + to.to(tl.int64) * order_step, mask=to < R, other=0).to(tl.int64) // K
         tile = (tl.program_id(0) // blocks * TILES + tl.arange(0, TILES)).to(tl.int64)[:, None]
         inside = (tile < tl.cdiv(D, 128)) & (to < R)[None, :]
         factor = tl.load(scale + source[None, :] * scale_row + tile * scale_col, mask=inside)
@@ -125,9 +130,9 @@ def permute(
 @triton.jit
 def unpermute(
     y, row_ids, add, weight, out, D, y_row, y_col, row_ids_row, row_ids_col, add_row, add_col, weight_row, weight_col,
-    K: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr, COLS: tl.constexpr,
+    K: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr, ACCUMULATES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """A program sums COLS columns of a token."""
+    """A program sums COLS columns of a token, and adds the rounded sums to out if it accumulates."""
     parts = tl.cdiv(D, COLS)
     token = (tl.program_id(0) // parts).to(tl.int64)
     column = tl.program_id(0) % parts * COLS + tl.arange(0, COLS)
@@ -141,7 +146,11 @@ def unpermute(
         if WEIGHTED:
             value = value * tl.load(weight + token * weight_row + k * weight_col)
         total += value
-    tl.store(out + token * D + column, total.to(out.dtype.element_ty), mask=column < D)
+    rounded = total.to(out.dtype.element_ty)
+    if ACCUMULATES:
+        before = tl.load(out + token * D + column, mask=column < D, other=0.0)
+        rounded = (before.to(tl.float32) + rounded.to(tl.float32)).to(out.dtype.element_ty)
+    tl.store(out + token * D + column, rounded, mask=column < D)
 
 
 @triton.jit(do_not_specialize=["R"])

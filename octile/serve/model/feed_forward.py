@@ -30,7 +30,7 @@ from octile.nn.dispatcher import InFlight, LocalDispatcher
 from octile.nn.fused.feed_forward import can_fuse_size
 from octile.ops.gate import gate
 from octile.ops.norm import rms_norm
-from octile.ops.permute import count_tokens, permute, unpermute, weighted_routing_plan
+from octile.ops.permute import count_tokens, permute, unpermute, unpermute_add_, weighted_routing_plan
 from octile.ops.swiglu import swiglu
 from octile.parallel.decoding import SortedExchange
 from octile.parallel.symmetric_memory import PeerDispatcher
@@ -95,8 +95,9 @@ class FeedForward:
         x = self.gemms.norm(x_TD, w.post_norm, eps, w.mlp.x.has_fp8 or w.mlp.shared.x.has_fp8, True)
         if self.exchange is not None:
             return self._add_exchanged(x_TD, x, layer, w.mlp, self.tp.own(slots), self.exchange)
-        mixture = self._mixture if self.expert_parallel is None else self._spread_mixture
-        return x_TD.add_(mixture(x, layer, w.mlp, self.tp.own(slots)))
+        if self.expert_parallel is None:
+            return self._add_mixture(x_TD, x, layer, w.mlp, slots)
+        return x_TD.add_(self._spread_mixture(x, layer, w.mlp, self.tp.own(slots)))
 
     def _mlp(self, x: Rows, w: MLPWeights) -> Tensor:
         gate_TI, up_TI = self.gemms.projections(x, w.x)
@@ -109,7 +110,7 @@ class FeedForward:
         gate_TI, up_TI = self.gemms.projections(x, w.x)
         return self.gemms.nt(self.gemms.rows_for(swiglu(gate_TI, up_TI), w.down), w.down)
 
-    def _mixture(self, x: Rows, layer: int, w: MoEWeights, slots: Tensor) -> Tensor:
+    def _add_mixture(self, x_TD: Tensor, x: Rows, layer: int, w: MoEWeights, slots: Tensor) -> Tensor:
         if len(slots) <= FEW_ROWS:
             shared = begin_shared_experts(lambda: self._mlp(x, w.shared), slots.device)
         else:
@@ -117,14 +118,15 @@ class FeedForward:
         weights_TK, experts_TK = self._choose(x, layer, w, slots)
         row_ids_TK, order_R, offs_E, weight_R = weighted_routing_plan(experts_TK, weights_TK, len(w.gate))
         if x.q is not None and w.x.has_fp8:
-            data, scale = permute(x.q.data, x.q.scale, row_ids_TK)
+            data, scale = permute(x.q.data, x.q.scale, row_ids_TK, order_R)
             rows = Rows(None, ScaledTensor(data, scale, TILE))
         else:
             assert x.values is not None
             rows = Rows(x.values.index_select(0, order_R // experts_TK.shape[1]), None)
         is_weighted = isinstance(w.down, ScaledTensor)
         y_RD = self._experts(rows, w, offs_E, weight_R if is_weighted else None)
-        return unpermute(y_RD, row_ids_TK, shared.wait(switches=False), None if is_weighted else weights_TK)
+        unpermute_add_(x_TD, y_RD, row_ids_TK, shared.wait(switches=False), None if is_weighted else weights_TK)
+        return x_TD
 
     def _spread_mixture(self, x: Rows, layer: int, w: MoEWeights, slots: Tensor) -> Tensor:
         assert self.expert_parallel is not None

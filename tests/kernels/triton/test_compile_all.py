@@ -111,7 +111,6 @@ def test_all_kernels_are_compiled(compiled: Compiled):
         "latent_keys",
         "latent_keys_backward",
         "align_groups",
-        "find_tokens",
         "permute",
         "unpermute",
         "unpermute_backward",

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from octile.kernels.triton import permute as kernel
-from octile.ops.permute import permute, unpermute, unpermute_backward
+from octile.ops.permute import permute, unpermute, unpermute_add_, unpermute_backward
 from octile.ops.quantize import quantize
 from tests.kernels.triton.comparison import assert_same, extreme
 from tests.kernels.triton.gpus import any_gpu
@@ -25,7 +25,8 @@ def _row_ids(t: int, k: int) -> Tensor:
 def test_permute_moves_rows(shape: tuple[int, int, int], fmt: str):
     t, k, d = shape
     tiles, row_ids = quantize(extreme(t, d), 1, 128, fmt, True), _row_ids(t, k)
-    assert_same(kernel.launch(*tiles, row_ids), permute(*tiles, row_ids))
+    order = row_ids.flatten().argsort().to(torch.int32)
+    assert_same(kernel.launch(*tiles, row_ids, order), permute(*tiles, row_ids, order))
 
 
 @every_shape
@@ -46,6 +47,19 @@ def test_unpermute_sums_weighted_rows(shape: tuple[int, int, int], dtype: torch.
     y, row_ids, weight = torch.randn(t * k, d).to(dtype), _row_ids(t, k), torch.rand(2 * t, k)[::2]
     add = torch.randn(t, d).to(dtype) if added else None
     assert_same([kernel.launch_back(y, row_ids, add, weight)], [unpermute(y, row_ids, add, weight)])
+
+
+@every_shape
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sums_are_added_to_rows(shape: tuple[int, int, int], dtype: torch.dtype):
+    t, k, d = shape
+    y, row_ids, add = torch.randn(t * k, d).to(dtype), _row_ids(t, k), torch.randn(t, d).to(dtype)
+    x, weight = torch.randn(t, d).to(dtype), torch.rand(t, k)
+    for others in ((None, None), (add, None), (add, weight)):
+        found, expected = x.clone(), x.clone()
+        kernel.launch_add(found, y, row_ids, *others)
+        unpermute_add_(expected, y, row_ids, *others)
+        assert_same([found], [expected])
 
 
 @every_shape
@@ -71,7 +85,8 @@ def test_nan_and_inf_reach_the_gradients_of_their_token_and_no_other(bad: float)
 def test_strides_do_not_matter():
     data, scale = quantize(extreme(6, 200), 1, 128, "int8", True)
     data, row_ids, y = data.mT.contiguous().mT, _row_ids(6, 3).mT.contiguous().mT, torch.randn(200, 18).mT
-    assert_same(kernel.launch(data, scale, row_ids), permute(data, scale, row_ids))
+    order = row_ids.flatten().argsort().to(torch.int32).repeat_interleave(2)[::2]
+    assert_same(kernel.launch(data, scale, row_ids, order), permute(data, scale, row_ids, order))
     add = torch.randn(200, 6).mT
     assert_same([kernel.launch_back(y, row_ids, add)], [unpermute(y, row_ids, add)])
 
