@@ -94,10 +94,10 @@ def logits_of_decode_steps(rank: int, folder: Path) -> None:
     alone = ModelRunner(weights, N_PAGES, batch_invariant=True).forward
     x_TD = torch.randn(32, ONE.hidden_size, generator=torch.Generator().manual_seed(rank))
     slots = torch.arange(32)
-    found = []
-    for forward, w in ((runner._decoding, experts.mixture(1)), (alone, weights.blocks[1].mlp)):
-        rows = forward.gemms.norm(x_TD, weights.blocks[1].post_norm, ONE.rms_norm_eps, True, True)
-        found.append(forward.feed_forward._mixture(rows, 1, w, slots))
+    found = [
+        forward.feed_forward.add(x_TD.clone(), 1, block, slots)
+        for forward, block in ((runner._decoding, experts.weights.blocks[1]), (alone, weights.blocks[1]))
+    ]
     assert torch.equal(*found)
 
 
