@@ -33,21 +33,21 @@ ROWS = FILL_ROWS, 1024  # to multiples of which steps are padded: up to FEW_ROWS
 class GraphMemory:
     """A memory pool and a stream that all graphs of a runner share.
 
+    The stream goes before those of branches, the shared experts': the others' rows are waited for, by other GPUs, too.
+
     Graphs run one after the other, so what one computes on its way lies where another's does. A result that is held
     after the capture has memory of its own among the results, but a later replay of another graph may overwrite it:
     it is read, or copied, before.
 
     Args:
         device: the model's GPU.
-        priority: priority of the stream, lower numbers first: where graphs have branches, and some must not wait for
-            others.
     """
 
-    def __init__(self, device: torch.device, priority: int = 0):
+    def __init__(self, device: torch.device):
         gc.collect()  # a graph of another runner that ended while one is captured would end the capture
         torch.cuda.empty_cache()
         self.device = device
-        self._stream, self._pool = torch.cuda.Stream(device, priority), torch.cuda.graph_pool_handle()
+        self._stream, self._pool = torch.cuda.Stream(device, -1), torch.cuda.graph_pool_handle()
 
     def capture(self, compute: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """Compute once, to compile and choose kernels, then capture it; return what replays it, and its result.

@@ -175,10 +175,10 @@ class ModelRunner:
         if routes_shared and self.device.type == "cpu":  # in steps that are launched ahead
             self.max_ahead = self._max_batch
         if self.device.type == "cuda" and (max_batch or max_step_tokens):
+            memory = GraphMemory(self.device)
             if self.expert_parallel is None:
-                self._capture(GraphMemory(self.device), max_step_tokens)
+                self._capture(memory, max_step_tokens)
             else:
-                memory = GraphMemory(self.device, priority=-1)  # other GPUs wait for what shared experts overlap with
                 self._capture_expert_parallel(self.expert_parallel, memory, max_step_tokens, micro_batches)
         if routes_shared and self._max_batch > 0 == self.max_ahead:
             raise ValueError(
