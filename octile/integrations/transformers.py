@@ -28,11 +28,10 @@ from torch import Tensor, nn
 
 from octile.nn.delayed_scaling import AmaxHistory
 from octile.nn.dispatcher import LocalDispatcher
-from octile.nn.functional import result_dtype
+from octile.nn.functional import check_main_grad, result_dtype
 from octile.nn.fused.block_input import quantize_block_input
 from octile.nn.fused.elementwise import swiglu
 from octile.nn.fused.feed_forward import Routed, can_fuse_size, experts_feed_forward
-from octile.nn.fused.high_precision import into_main_grad
 from octile.nn.linear import RecipeHolder, history_for
 from octile.nn.made_class import MadeClass, make_subclass
 from octile.nn.moe import expert_of_rows, experts_layers
@@ -151,7 +150,7 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
         return _former(experts, holder)(experts, hidden_states, top_k_index, top_k_weights)
     recipe, gate_up, down = holder.recipe, experts.gate_up_proj, experts.down_proj
     if experts.is_transposed:
-        gate_up, down = _Transposed.apply(gate_up), _Transposed.apply(down)
+        gate_up, down = _transposed(gate_up), _transposed(down)
     dispatcher = LocalDispatcher()
     plan = dispatcher.plan(top_k_index, count_tokens(top_k_index, len(down))[0])
     is_fused = holder.has_swiglu and not experts.has_bias and recipe.can_fuse_swiglu
@@ -182,7 +181,7 @@ def _llama4_class(cls: type[nn.Module]) -> type[nn.Module]:
         holder, n_experts = self._modules[NAME], len(self.down_proj)
         rows = hidden_states.shape[0] // n_experts
         offs_E = rows * torch.arange(1, n_experts + 1, device=hidden_states.device, dtype=torch.int32)
-        weights = _Transposed.apply(self.gate_up_proj), _Transposed.apply(self.down_proj)
+        weights = _transposed(self.gate_up_proj), _transposed(self.down_proj)
         histories = holder.gate_up_history, holder.down_history
         activation = swiglu if holder.has_swiglu else partial(_llama4_gate, self)
         return experts_layers(hidden_states, offs_E, *weights, holder.recipe, *histories, activation)
@@ -195,20 +194,32 @@ def _llama4_gate(experts: Any, gate_up: Tensor) -> Tensor:
     return up * experts.act_fn(gate)
 
 
-class _Transposed(torch.autograd.Function):
-    """Copy stacked weights [E, K, N] as [E, N, K]; backward returns the gradient, or adds it to `main_grad`.
+def _transposed(weight_EKN: Tensor) -> Tensor:
+    """Copy stacked weights [E, K, N] as [E, N, K]; differentiable.
 
-    The gradient arrives in the copy's dtype, so what is added to `main_grad` of BF16 weights is rounded to BF16.
+    The copy's `main_grad` is a view of the weights' own, so that layers add their gradient to it in FP32. The gradient
+    that autograd returns has the copy's dtype.
+
+    Raises:
+        TypeError, ValueError: as `check_main_grad`.
     """
+    check_main_grad(weight_EKN)
+    copy_ENK = _TransposedCopy.apply(weight_EKN)
+    main_grad = getattr(weight_EKN, "main_grad", None)
+    if main_grad is not None:
+        copy_ENK.main_grad = main_grad.mT
+    return copy_ENK
 
+
+class _TransposedCopy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight_EKN: Tensor) -> Tensor:
-        ctx.main_grad = getattr(weight_EKN, "main_grad", None)
+        ctx.set_materialize_grads(False)
         return weight_EKN.mT.contiguous()
 
     @staticmethod
-    def backward(ctx: Any, dweight_ENK: Tensor) -> Tensor | None:
-        return into_main_grad(dweight_ENK.mT, dweight_ENK.dtype, ctx.main_grad)
+    def backward(ctx: Any, dweight_ENK: Tensor | None) -> Tensor | None:
+        return None if dweight_ENK is None else dweight_ENK.mT  # None: it was added to main_grad
 
 
 def _biased(activation: Callable[[Tensor], Tensor], bias_EN: Tensor, expert_R: Tensor) -> Callable[[Tensor], Tensor]:

@@ -180,22 +180,59 @@ def test_transposed_experts_with_biases_are_near_those_of_transformers_in_8_bits
     assert_close(results(apply_recipe(module, Recipe.named(name)), *batch), expected, 0.12)
 
 
-def test_gradients_of_transposed_experts_are_added_to_main_grad():
-    module, batch = apply_recipe(gpt_oss_experts()), routing()
-    expected = results(module, *batch)
-    for weight in (module.gate_up_proj, module.down_proj):
-        weight.main_grad = torch.zeros_like(weight)
-    found = results(module, *batch)
-    assert found["gate_up_proj"] is None
-    torch.testing.assert_close(module.gate_up_proj.main_grad, expected["gate_up_proj"])
+def llama4_experts() -> nn.Module:
+    torch.manual_seed(0)
+    module = Llama4TextExperts(make("llama4").config)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return module
+
+
+def transposed_swiglu_experts() -> nn.Module:
+    """Experts with transposed weights that are computed by the fused function."""
+
+    @use_experts_implementation(is_transposed=True)
+    class Transposed(Qwen3MoeExperts):
+        pass
+
+    module = experts(kind=Transposed)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.mT.contiguous()
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make_experts", "recipe"),
+    [
+        (gpt_oss_experts, "deepseek_v3"),
+        (gpt_oss_experts, "smooth_swiglu"),
+        (llama4_experts, "deepseek_v3"),
+        (transposed_swiglu_experts, "deepseek_v3"),
+        (experts, "deepseek_v3"),
+    ],
+)
+def test_main_grad_of_bf16_experts_sums_micro_batches_in_fp32(make_experts, recipe):
+    module = apply_recipe(make_experts().bfloat16(), Recipe.named(recipe))
+    of_fp32_weights = copy.deepcopy(module).float()  # with the same values, autograd sums their gradients in FP32
+    weights = "gate_up_proj", "down_proj"
+    for name in weights:
+        weight = getattr(module, name)
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    for seed in range(3):
+        for each in (module, of_fp32_weights):
+            arguments = [torch.randn(E * 9, D, generator=torch.Generator().manual_seed(seed))]
+            if make_experts is not llama4_experts:
+                arguments = routing(seed)
+            y = each(*arguments)
+            y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(seed)))
+    for name in weights:
+        assert getattr(module, name).grad is None
+        torch.testing.assert_close(getattr(module, name).main_grad, getattr(of_fp32_weights, name).grad)
 
 
 @pytest.mark.parametrize(("recipe", "of_norm"), [("float32", 1e-5), ("deepseek_v3", 0.12)])
 def test_llama4s_experts_compute_the_rows_of_each_expert(recipe, of_norm):
-    torch.manual_seed(0)
-    module, x_RD = Llama4TextExperts(make("llama4").config), torch.randn(E * 9, D)
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.1)
+    module, x_RD = llama4_experts(), torch.randn(E * 9, D)
 
     def results_of(module: nn.Module) -> dict[str, Tensor]:
         x, module.gate_up_proj.grad, module.down_proj.grad = x_RD.clone().requires_grad_(), None, None
