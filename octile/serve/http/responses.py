@@ -138,7 +138,8 @@ class PacedResponse(Response):
 
     Args:
         parts: parts of the body, as they come.
-        held: closed when all of it is written, or when the client is gone or its time is over.
+        held: closed when the system has taken all parts, or when the client is gone or its time is over. Whoever has
+            read the last part finds it closed: nothing else runs in between.
         headers: headers of the response.
     """
 
@@ -170,7 +171,9 @@ class PacedResponse(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for part in self._parts:
             await send({"type": "http.response.body", "body": part, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send({"type": "http.response.body", "body": b"", "more_body": True})  # waits for the system
+        await self._held.aclose()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})  # begins the next request
 
 
 async def _pieces(content: bytes) -> AsyncIterator[bytes]:

@@ -164,6 +164,18 @@ def test_requests_of_one_connection_are_answered_in_turn(served):
     assert [b'"usage"' in answer for answer in answers] == [True, False, True, False, False]
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_the_next_request_of_a_connection_finds_the_slot_of_the_one_before(serve, stream):
+    served = serve(Limits(in_flight=1))
+    client = connect(served)
+    client.sendall(
+        request_bytes({**COMPLETION, "stream": stream}) * 3 + GET.replace(b"Host", b"Connection: close\r\nHost")
+    )
+    statuses = [int(part[:3]) for part in read_to_the_end(client).split(b"HTTP/1.1 ")[1:]]
+    client.close()
+    assert statuses == [200, 200, 200, 200]
+
+
 @pytest.mark.parametrize(
     ("sent", "status", "message"),
     [
