@@ -16,7 +16,7 @@ Source: K. Jordan, "Muon: An optimizer for hidden layers in neural networks"; Mo
 Shapes: B matrices of a batch, N rows, K columns.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _adjust_lr
 
-from octile.optim.row_shards import MatrixOwners, RowShard
+from octile.optim.row_shards import MatrixOwners, RowShard, most_owned
 from octile.optim.storage import overwrite_
 
-BATCH = 2**24  # elements of a batch of matrices, if one has no more; about 12 bytes each are temporary
+BATCH = 2**24  # elements of a batch of matrices, if one has no more
 
 
 class MatrixGroup(NamedTuple):
@@ -96,6 +96,32 @@ def muon_(groups: Sequence[MatrixGroup], skip: Tensor | None = None, gradient_sc
             divided.setdefault(piece.row_shard.group, []).append(piece)
     for ranks, parts in divided.items():
         _update_divided_(parts, ranks, step)
+
+
+def temporary_bytes(whole: Mapping[tuple[int, int], int], divided: Mapping[tuple[int, int], int], ranks: int) -> int:
+    """The bytes that `muon_` takes in addition to its arguments, at most, if gradients are FP32 and momenta BF16.
+
+    Each element of a batch of whole matrices takes 16: NS(u) of the batch before and u in BF16, and three tensors in
+    FP32 that u is computed from. Where rows are divided, each element that a rank owns takes 2, for u or NS(u), and in
+    addition 4 when NS(u) is sent, or, of a batch, 10 in Newton–Schulz.
+
+    Args:
+        whole: how many matrices [N, K] are updated as a whole, of each N and K.
+        divided: the same of matrices whose rows these ranks have divided.
+        ranks: how many.
+    """
+    if ranks == 1:
+        whole, divided = {n_k: whole.get(n_k, 0) + divided.get(n_k, 0) for n_k in {**whole, **divided}}, {}
+    owned = most_owned([n_k for n_k, count in divided.items() for _ in range(count)], ranks)
+    return max(
+        16 * _largest_batch(whole),
+        2 * owned + max(4 * owned, 10 * min(owned, _largest_batch(divided))),
+    )
+
+
+def _largest_batch(shapes: Mapping[tuple[int, int], int]) -> int:
+    """The elements of the largest batch of matrices."""
+    return max((min(count * n * k, max(BATCH // (n * k), 1) * n * k) for (n, k), count in shapes.items()), default=0)
 
 
 def newton_schulz(u_BNK: Tensor) -> Tensor:
@@ -170,12 +196,13 @@ def _update_divided_(pieces: Sequence[_Piece], ranks: dist.ProcessGroup, step: _
     columns = [piece.shape[1] for piece in pieces]
     owners = MatrixOwners([piece.row_shard.rows for piece in pieces if piece.row_shard is not None], columns, ranks)
     directions = [step.direction(piece) for piece in pieces]
-    wholes = owners.collect(directions)
-    results = [whole.view(-1, *pieces[i].shape) for i, whole in zip(owners.own, wholes, strict=True)]
+    like = directions[0].new_empty(0)
+    results = [u.view(-1, *pieces[i].shape) for i, u in zip(owners.own, owners.collect(directions), strict=True)]
+    del directions
     for batch in _batches(results):
         for i, result in zip(batch, _newton_schulz_of_each([results[i] for i in batch]), strict=True):
             results[i] = result
-    parts = owners.distribute([result.flatten(0, 1) for result in results], directions[0])
+    parts = owners.distribute([result.flatten(0, 1) for result in results], like)
     for piece, part in zip(pieces, parts, strict=True):
         step.apply_(piece, part)
 

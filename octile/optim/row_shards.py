@@ -9,6 +9,8 @@ compute. Two all-to-alls take its rows there and back:
 Shapes: N rows, K columns.
 """
 
+import heapq
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -126,10 +128,18 @@ def matrix_flops(n: int, k: int) -> int:
     return 2 * small**2 * (2 * large + small)
 
 
+def most_owned(shapes: Sequence[tuple[int, int]], n_ranks: int) -> int:
+    """The elements of the matrices that a rank owns, at most, of matrices of these N and K."""
+    owned = Counter[int]()
+    for (n, k), owner in zip(shapes, _assign([matrix_flops(n, k) for n, k in shapes], n_ranks), strict=True):
+        owned[owner] += n * k
+    return max(owned.values(), default=0)
+
+
 def _assign(costs: Sequence[int], n_ranks: int) -> list[int]:
-    """The rank of each cost: the largest first, each to the rank with the least so far."""
-    owners, loads = [0] * len(costs), [0] * n_ranks
+    """The rank of each cost: the largest first, each to the first of the ranks with the least so far."""
+    owners, loads = [0] * len(costs), [(0, rank) for rank in range(n_ranks)]  # a heap
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        owners[i] = min(range(n_ranks), key=loads.__getitem__)
-        loads[owners[i]] += costs[i]
+        load, owners[i] = loads[0]
+        heapq.heapreplace(loads, (load + costs[i], owners[i]))
     return owners

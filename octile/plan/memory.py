@@ -12,7 +12,7 @@ from octile.parallel.schedules import Schedule, held_activations
 from octile.plan.exchange import hit_probability
 from octile.plan.hardware import Cluster
 from octile.plan.layout import Layout
-from octile.plan.muon import MATRIX_MOMENT_BYTES, held_projection
+from octile.plan.muon import MATRIX_MOMENT_BYTES, held_projection, update_bytes
 from octile.plan.stages import Stage
 from octile.plan.work import tiles
 
@@ -35,6 +35,8 @@ def memory_by_kind(
 
     Returns:
         Bytes by kind: weights, FP8 weights, gradients, moments (with masters that are sharded), activations, working.
+        Where an update by Muon takes more than a pass, working memory is what it takes beyond the activations, which
+        it does not need.
     """
     held = held_activations(schedule)
     ranks = (
@@ -157,16 +159,17 @@ def _rank_bytes(
         )
         for stage in stages
     ]
+    activations = held * layout.micro_batch_tokens * sum(saved) / len(saved)  # as many in each of a rank's stages
+    working = working_bytes(c, layout, sum(part.heads for part in parts))
+    if layout.optimizer == "muon":
+        working = max(working, update_bytes(c, stages, layout.ep, dp) - activations)
     return {
         "weights": everywhere * parameters,
         "FP8 weights": FP8_BYTES * (routed + quantized),
         "gradients": GRADIENT_BYTES * parameters,
         "moments": moments + shared * sharded,
-        "activations": held
-        * layout.micro_batch_tokens
-        * sum(saved)
-        / len(saved),  # as many micro-batches in each of a rank's stages
-        "working": working_bytes(c, layout, sum(part.heads for part in parts)),
+        "activations": activations,
+        "working": working,
     }
 
 

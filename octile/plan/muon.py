@@ -1,4 +1,4 @@
-"""What Muon takes in a step instead of AdamW: one moment of each matrix, and the GEMMs of Newton–Schulz.
+"""What Muon takes in a step instead of AdamW: one moment of each matrix, temporaries, and the GEMMs of Newton–Schulz.
 
 The exchange of rows between data-parallel ranks is not counted: each rank sends 4 bytes of a parameter that it updates,
 where the sum of the gradients and the gathered weights take as much of every parameter.
@@ -6,6 +6,7 @@ where the sum of the gradients and the gathered weights take as much of every pa
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 
@@ -23,21 +24,71 @@ def held_projection(c: ModelConfig, stages: Sequence[Stage]) -> float:
     return heads * count_parameters(c).mtp.get("MTP projection", 0)
 
 
+def update_bytes(c: ModelConfig, stages: Sequence[Stage], ep: int, dp: int) -> int:
+    """The temporary bytes of an update on a rank with these stages, at most."""
+    from octile.optim.muon_update import temporary_bytes  # late: it loads torch
+
+    parts = [part for stage in stages for part in stage.parts]
+    layers, mixtures = sum(part.layers for part in parts), sum(part.mixtures for part in parts)
+    modules = {
+        "attention projections": layers,
+        "dense MLP": layers - mixtures,
+        "shared experts": mixtures,
+        "MTP projection": sum(part.heads > 1 for part in parts),
+    }
+    divided = Counter[tuple[int, int]]()
+    for kind, count in modules.items():
+        for shape, each in _matrices_of_modules(c).get(kind, {}).items():
+            divided[shape] += count * each
+    experts = _matrices_of_modules(c).get("routed experts", {})
+    return temporary_bytes({shape: mixtures * each // ep for shape, each in experts.items()}, divided, dp)
+
+
 @cache
-def newton_schulz_flops(c: ModelConfig) -> tuple[float, float]:
-    """FLOPs of a parameter in BF16: of routed experts, and of the other matrices, on average."""
+def _matrices_of_modules(c: ModelConfig) -> dict[str, dict[tuple[int, int], int]]:
+    """How many matrices [N, K] a module of each kind has, by N and K; modules of a kind have the same."""
+    layers = c.num_hidden_layers + c.num_nextn_predict_layers
+    mixtures = sum(c.is_moe(layer) for layer in range(layers))
+    modules = {
+        "attention projections": layers,
+        "dense MLP": layers - mixtures,
+        "shared experts": mixtures,
+        "routed experts": mixtures,
+        "MTP projection": c.num_nextn_predict_layers,
+    }
+    return {
+        kind: {shape: count // modules[kind] for shape, count in shapes.items()}
+        for kind, shapes in matrices(c).items()
+        if kind in modules
+    }
+
+
+@cache
+def matrices(c: ModelConfig) -> dict[str, Counter[tuple[int, int]]]:
+    """How many matrices [N, K] Muon updates, by kind (`octile.models.counts.kind_of`), and by N and K."""
     from octile.models.meta import meta_model  # late: they load torch
     from octile.optim import muon_groups
-    from octile.optim.muon_update import DEFAULT_NS_STEPS
-    from octile.optim.row_shards import matrix_flops
 
     model = meta_model(c)
     name_of = {parameter: name for name, parameter in model.named_parameters()}
-    flops, parameters = {True: 0.0, False: 0.0}, {True: 0, False: 0}
+    found: dict[str, Counter[tuple[int, int]]] = {}
     for group in muon_groups(model, 0.0):
         for parameter in group["params"] if group["use_muon"] else ():
             n, k = parameter.shape[-2] // group["merged"], parameter.shape[-1]
-            is_routed = kind_of(name_of[parameter]) == "routed experts"
-            flops[is_routed] += parameter.numel() / (n * k) * DEFAULT_NS_STEPS * matrix_flops(n, k)
-            parameters[is_routed] += parameter.numel()
+            shapes = found.setdefault(kind_of(name_of[parameter]), Counter())
+            shapes[n, k] += parameter.numel() // (n * k)
+    return found
+
+
+@cache
+def newton_schulz_flops(c: ModelConfig) -> tuple[float, float]:
+    """FLOPs of a parameter in BF16: of routed experts, and of the other matrices, on average."""
+    from octile.optim.muon_update import DEFAULT_NS_STEPS  # late: they load torch
+    from octile.optim.row_shards import matrix_flops
+
+    flops, parameters = {True: 0.0, False: 0.0}, {True: 0, False: 0}
+    for kind, shapes in matrices(c).items():
+        for (n, k), count in shapes.items():
+            flops[kind == "routed experts"] += count * DEFAULT_NS_STEPS * matrix_flops(n, k)
+            parameters[kind == "routed experts"] += count * n * k
     return flops[True] / max(parameters[True], 1), flops[False] / max(parameters[False], 1)

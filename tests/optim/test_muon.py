@@ -3,9 +3,13 @@
 import copy
 import math
 import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -16,8 +20,10 @@ from octile.models.meta import meta_model
 from octile.nn import Gate, Linear, MoE
 from octile.nn.conversion import apply_recipe
 from octile.optim import AdamW, Muon, muon_groups, muon_update
-from octile.optim.muon_update import newton_schulz
+from octile.optim.muon_update import newton_schulz, temporary_bytes
+from octile.optim.row_shards import RowShard
 from octile.recipe import OptimizerFormats
+from octile.train.memory.cpu import LiveTensors
 from tests.optim.conftest import FP8_LM, FP32_MOMENTS, backward, bits, parameters, same_bits, train
 
 MATRICES = [(33, 17), (17, 33), (64, 64), (33, 17), (1, 5)]
@@ -286,6 +292,49 @@ def test_bytes_per_parameter_are_those_of_the_stored_tensors():
     for kind in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
         stored = sum(state[kind].nbytes for state in optimizer.state.values() if kind in state)
         assert each[kind] * n == pytest.approx(stored)
+
+
+# The memory of a step
+
+STACKED, SINGLE = [(6, 40, 24)], [(40, 24)] * 3 + [(24, 40)] * 2 + [(64, 64)]
+
+
+@contextmanager
+def fake_ranks(ranks: int, rank: int) -> Iterator[None]:
+    """Be a rank of so many, which exchange nothing."""
+    dist.init_process_group("fake", rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def temporary(shapes: list[tuple[int, ...]], ranks: int, rank: int) -> int:
+    """The most bytes that a rank's step had in addition at a time."""
+    params = []
+    for shape in shapes:
+        rows = tuple(len(part) for part in torch.arange(shape[0]).chunk(ranks)) if len(shape) == 2 else ()
+        params.append(nn.Parameter(torch.ones((rows[rank], shape[1]) if ranks > 1 and rows else shape)))
+        if ranks > 1 and rows:
+            params[-1].row_shard = RowShard(rows, dist.group.WORLD)
+        params[-1].grad = torch.ones_like(params[-1])
+    optimizer = muon(params, OptimizerFormats())
+    with LiveTensors([t for p in params for t in (p, p.grad)]) as live:
+        optimizer.step(skip=torch.tensor(False), gradient_scale=torch.ones(()))
+    return live.peak - live.now
+
+
+@pytest.mark.parametrize("batch", [1, 2000, 10**6], ids=["a matrix", "a few", "all"])
+@pytest.mark.parametrize(("shapes", "ranks"), [(STACKED, 1), (SINGLE, 1), (SINGLE, 2), (SINGLE, 4)])
+def test_a_step_takes_the_bytes_that_are_estimated(monkeypatch, shapes, ranks, batch):
+    monkeypatch.setattr(muon_update, "BATCH", batch)
+    matrices = Counter(shape[-2:] for shape in shapes for _ in range(shape[0] if len(shape) == 3 else 1))
+    estimate = temporary_bytes(matrices if ranks == 1 else {}, {} if ranks == 1 else matrices, ranks)
+    found = 0
+    for rank in range(ranks):
+        with fake_ranks(ranks, rank):
+            found = max(found, temporary(shapes, ranks, rank))
+    assert found - 200 <= estimate <= 1.45 * found  # besides, there are a few scalars
 
 
 # Refusals

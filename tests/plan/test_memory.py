@@ -8,7 +8,7 @@ import pytest
 from octile.models.config import PRESETS, ModelConfig
 from octile.models.counts import count_parameters
 from octile.models.meta import meta_model
-from octile.optim import Muon, muon_groups
+from octile.optim import Muon, muon_groups, muon_update
 from octile.plan.hardware import read_cluster
 from octile.plan.layout import Layout
 from octile.plan.memory import (
@@ -19,6 +19,7 @@ from octile.plan.memory import (
     usable_memory,
     working_bytes,
 )
+from octile.plan.muon import held_projection, update_bytes
 from octile.plan.stages import make_stages
 from octile.plan.step import plan_step
 from tests.plan.toy import CLUSTER, EFFICIENCIES, TOY
@@ -174,7 +175,30 @@ def test_muon_has_one_moment_of_each_matrix_and_two_of_the_others(masters):
         for name in ("adamw", "muon")
     )
     assert adamw["moments"] - muon["moments"] == pytest.approx(BF16 * matrices)
-    assert {k: v for k, v in adamw.items() if k != "moments"} == {k: v for k, v in muon.items() if k != "moments"}
+    assert all(adamw[kind] == muon[kind] for kind in ("weights", "FP8 weights", "gradients", "activations"))
+
+
+@pytest.mark.parametrize("micro_batch_size", [2, 256], ids=["an update takes more", "a pass takes more"])
+def test_the_tensors_of_a_pass_or_of_an_update_by_muon_are_counted_whichever_take_more(micro_batch_size):
+    layout = replace(LAYOUT, micro_batch_size=micro_batch_size, optimizer="muon")
+    found, adamw = (
+        memory_by_kind(TOY, each, ONE, each.make_schedule(ONE), make_stages(TOY, each, ONE))
+        for each in (layout, replace(layout, optimizer="adamw"))
+    )
+    update = 16 * (4 * 16 * 2) * 192 * 256  # of a batch of all experts' gates and projections up
+    of_pass = adamw["activations"] + adamw["working"]
+    assert (update > of_pass) == (micro_batch_size == 2)
+    assert found["activations"] + found["working"] == pytest.approx(max(update, of_pass))
+
+
+def test_an_update_by_muon_is_that_of_the_matrices_of_a_ranks_stages(monkeypatch):
+    monkeypatch.setattr(muon_update, "temporary_bytes", lambda whole, divided, ranks: (whole, divided, ranks))
+    layout = Layout(pp=2, ep=4, batch_size=16 * 8, sequence_length=32)
+    for stage in make_stages(TOY, layout, CLUSTER):
+        routed, quantized, _ = held_parameters(TOY, layout, [stage])
+        *shapes, ranks = update_bytes(TOY, [stage], layout.ep, 16)
+        whole, divided = (sum(count * n * k for (n, k), count in matrices.items()) for matrices in shapes)
+        assert (whole, divided, ranks) == (routed, quantized + held_projection(TOY, [stage]), 16)
 
 
 @pytest.mark.parametrize("preset", ["tiny", "v2_lite_16b", "v3_671b"])

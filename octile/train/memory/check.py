@@ -3,8 +3,8 @@
     fixed      weights, gradients, optimizer state, and what is cached between steps     the same for any batch
     sequence   what one sequence takes in its forward and backward pass                  × sequences of a micro-batch
 
-Before a run begins, `check_memory` refuses a model whose weights, gradients and moments exceed the device's memory, and
-on a CPU a run whose estimate (`cpu_memory`) exceeds what is available.
+Before a run begins, `check_memory` refuses a model whose weights, gradients, moments and update exceed the device's
+memory, and on a CPU a run whose estimate (`cpu_memory`) exceeds what is available.
 
 When memory runs out, `explain_out_of_memory` measures `sequence`: it frees the tensors of the failed step and passes
 one sequence through the model, a shorter one if necessary. On a GPU it reads the allocator's peak. On a CPU it counts
@@ -27,7 +27,7 @@ from torch import Tensor
 from octile.models.counts import HIDDEN_MATRICES, count_parameters
 from octile.recipe import Recipe
 from octile.train.config import TrainConfig
-from octile.train.memory.cpu import estimate_need
+from octile.train.memory.cpu import count_update, estimate_need
 from octile.train.memory.device import available_memory, device_memory
 from octile.train.strategy.pipeline_layout import held_share, make_pipeline_schedule
 from octile.train.trainer import Trainer
@@ -50,12 +50,14 @@ class MemoryNeed:
         sequence: what one sequence of the run's length takes in addition.
         available: what this process can allocate on the device.
         half_sequence: what one sequence of half the length takes; None: half as much.
+        update: what the optimizer's step takes in addition to `fixed`, when no sequence is in memory.
     """
 
     fixed: int
     sequence: int
     available: int
     half_sequence: int | None = None
+    update: int = 0
 
     def share_within(self, budget: float) -> float:
         """The share of a sequence's length with which it takes at most `budget` bytes.
@@ -96,10 +98,7 @@ def check_memory(config: TrainConfig, device: torch.device, is_train: bool = Tru
             if is_train and need.data > available / 2:
                 change = f"the token ids of a step take {_gb(need.data)}: use a smaller --batch-size"
             elif need.update and need.fixed + need.update > available:
-                change = (
-                    f"an update by the optimizer takes {_gb(need.update)} in addition to {_gb(need.fixed)} for "
-                    "weights, gradients, optimizer, token ids and what else stays: choose a smaller model"
-                )
+                change = f"{_update_takes(need.update, need.fixed)}: choose a smaller model"
             elif need.step <= available:
                 change = (
                     f"its ranks make {_gb(need.made)} of weights before they take their stages, a resumed run needs "
@@ -123,7 +122,7 @@ def _ranks_here() -> range:
 
 
 def min_memory(config: TrainConfig) -> int:
-    """Bytes of weights, gradients and moments of a rank; of a pipeline, of the mean stages."""
+    """Bytes of weights, gradients, moments and Muon's update of a rank; of a pipeline, of the mean stages."""
     counts, parallel = count_parameters(config.model), config.parallel
     parameters = counts.total + sum(counts.mtp.values())
     if config.recipe == "fp8_lm":
@@ -137,7 +136,9 @@ def min_memory(config: TrainConfig) -> int:
         )
     all_bytes = held * (BYTES_PER_PARAMETER - MOMENTS_BYTES) + moments // parallel.dp
     schedule = make_pipeline_schedule(config)
-    return all_bytes if schedule is None else all_bytes * len(schedule.stages(0)) // schedule.n_stages
+    if schedule is not None:
+        all_bytes = all_bytes * len(schedule.stages(0)) // schedule.n_stages
+    return all_bytes + (count_update(config) if config.optim.name == "muon" else 0)
 
 
 @contextmanager
@@ -197,6 +198,9 @@ def advice(config: TrainConfig, need: MemoryNeed | None, has_begun: bool = True,
     """
     if need is None:
         return _too_large_model(config, is_train)
+    free = USABLE_SHARE * need.available - need.fixed
+    if need.update and need.update > free:
+        return f"{_update_takes(need.update, need.fixed)}: choose a smaller model"
     at_once = config.micro_batch_size
     explanation = (
         f"a sequence of {config.sequence_length} tokens takes {_gb(need.sequence)} in addition to {_gb(need.fixed)} "
@@ -204,7 +208,6 @@ def advice(config: TrainConfig, need: MemoryNeed | None, has_begun: bool = True,
     )
     if has_begun:  # otherwise the refusal says it
         explanation += f", of {_gb(need.available)}"
-    free = USABLE_SHARE * need.available - need.fixed
     finer = list(_finer(config)) if is_train else []
     fitting = [division for division in finer if division.taken * need.sequence <= free]
     if fitting:
@@ -225,6 +228,13 @@ def advice(config: TrainConfig, need: MemoryNeed | None, has_begun: bool = True,
     finest = f" and --micro-batches {least.micro_batches}" if least.at_once < at_once else ""
     where = " in a new run" if has_begun else ""
     return f"{explanation}: use --sequence-length {length} (now {config.sequence_length}){finest}{where}"
+
+
+def _update_takes(update: int, fixed: int) -> str:
+    return (
+        f"an update by the optimizer takes {_gb(update)} in addition to {_gb(fixed)} for weights, gradients, "
+        "optimizer, token ids and what else stays"
+    )
 
 
 class _Division(NamedTuple):
@@ -281,7 +291,9 @@ def _measure(trainer: Trainer) -> MemoryNeed | None:
             length //= 2
         else:
             whole = sequence * trainer.config.sequence_length // length
-            return MemoryNeed(fixed + _missing_moments(trainer), whole, available_memory(trainer.device))
+            fixed += _missing_moments(trainer)
+            update = count_update(trainer.config)
+            return MemoryNeed(fixed, whole, available_memory(trainer.device), update=update)
     return None
 
 

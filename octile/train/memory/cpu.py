@@ -13,6 +13,7 @@ A run of `octile compare` has no best model, but for some steps a second set of 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,10 +36,11 @@ from octile.ops.matmul import matmul_nt, matmul_nt_out
 from octile.ops.sparse_attention import sparse_attention_with_lse
 from octile.ops.sparse_attention_backward import sparse_attention_backward
 from octile.ops.sparse_attention_weights import sparse_attention_weights
-from octile.optim import AdamW, Muon, muon_groups
+from octile.optim import AdamW
+from octile.optim.muon_update import temporary_bytes
 from octile.optim.state import has_scales
 from octile.parallel.schedules import held_activations
-from octile.recipe import OptimizerFormats
+from octile.plan.muon import matrices as muon_matrices
 from octile.train.config import TrainConfig
 from octile.train.optimizer import make_optimizer
 from octile.train.strategy.pipeline_layout import make_pipeline_schedule, pipeline_layers
@@ -46,7 +48,6 @@ from octile.train.strategy.pipeline_layout import make_pipeline_schedule, pipeli
 RESERVE = 400 * 10**6  # bytes of a process: libraries that are loaded later, data preparation, reports
 TRANSIENT_FACTOR = 1.3  # memory of a pass on a CPU, over the tensors that are counted
 STAGES_FACTOR = 2.1  # the same on a rank with several stages, whose tensors of other sizes leave more gaps
-EXCHANGE_BYTES = 8  # of a matrix's element in Muon's exchange: rows and whole matrices in BF16, there and back
 BYTES_PER_TOKEN = 24  # of a step's batch: position, token, and a copy of the micro-batch
 MAX_TOKENS = 2**20  # of the counted batch; a larger one is computed from it
 # operators whose references have large tensors, such as a matrix of scores that grows with the square of the sequence,
@@ -153,7 +154,7 @@ def estimate_need(config: TrainConfig, ranks: Sequence[int] = (0,)) -> CpuNeed:
         gradients=gradients,
         optimizer=state,
         checkpoint=checkpoint,
-        update=len(ranks) * _count_update(whole, config, recipe.optimizer),
+        update=len(ranks) * count_update(config),
         data=len(ranks) * config.batch_size // parallel.dp * config.sequence_length * BYTES_PER_TOKEN,
         sequence=int(in_flight / counted),
         at_once=config.micro_batch_size,
@@ -198,17 +199,18 @@ def _count_passes(
     return found
 
 
-def _count_update(model: nn.Module, config: TrainConfig, formats: OptimizerFormats) -> int:
-    """Count the bytes that the optimizer's step takes in addition on a rank, on the meta device.
+def count_update(config: TrainConfig) -> int:
+    """Count the bytes that the optimizer's step takes in addition on a rank; of a pipeline, with the mean stages.
 
-    Formats with a scale are converted a whole tensor at a time, so that the largest one decides; others in small parts.
-    Muon's batches are those of one rank; several ranks also have buffers for the rows that they exchange.
+    Formats with a scale are converted a whole tensor at a time, so that the largest one decides, which is counted on
+    the meta device; others in small parts.
     """
+    formats = config.load_recipe().optimizer
     if config.optim.name == "muon":
-        return _count_muon(model, config)
+        return _count_muon(config)
     if not has_scales(formats):
         return 0
-    largest = nn.Parameter(torch.empty_like(max(model.parameters(), key=Tensor.numel)))
+    largest = nn.Parameter(torch.empty_like(max(meta_model(config.model).parameters(), key=Tensor.numel)))
     optimizer = AdamW([largest], lr=0.0, formats=formats)
     largest.sum().backward()
     factor, skip = (torch.empty((), dtype=dtype, device="meta") for dtype in (torch.float32, torch.bool))
@@ -217,17 +219,17 @@ def _count_update(model: nn.Module, config: TrainConfig, formats: OptimizerForma
     return live.peak - live.now
 
 
-def _count_muon(model: nn.Module, config: TrainConfig) -> int:
-    matrices = [g for g in muon_groups(model, 0.0) if g["use_muon"]]
-    parameters = [p for group in matrices for p in group["params"]]
-    for parameter in parameters:
-        parameter.grad = torch.empty_like(parameter)
-    optimizer = Muon(matrices, lr=0.0)
-    factor, skip = (torch.empty((), dtype=dtype, device="meta") for dtype in (torch.float32, torch.bool))
-    with LiveTensors([t for p in parameters for t in (p, p.grad)]) as live:
-        optimizer.step(skip=skip, gradient_scale=factor)
-    exchanged = 0 if config.parallel.dp == 1 else sum(p.numel() for p in parameters if p.dim() == 2)
-    return live.peak - live.now + EXCHANGE_BYTES * exchanged // config.parallel.dp
+def _count_muon(config: TrainConfig) -> int:
+    schedule, ep = make_pipeline_schedule(config), config.parallel.ep
+    held, stages = (1, 1) if schedule is None else (len(schedule.stages(0)), schedule.n_stages)
+    experts, others = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    for kind, shapes in muon_matrices(config.model).items():
+        for shape, count in shapes.items():
+            if kind == "routed experts":
+                experts[shape] += -(-count * held // (stages * ep))
+            else:
+                others[shape] += -(-count * held // stages)
+    return temporary_bytes(experts, others, config.parallel.dp)
 
 
 class _Form(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 
 from octile.train.config import ParallelConfig, preset
 from octile.train.memory import check as memory
-from octile.train.memory.check import check_memory
+from octile.train.memory.check import check_memory, min_memory
 from octile.train.memory.cpu import estimate_need
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -44,6 +44,14 @@ def test_muons_state_needs_less(monkeypatch):
     with pytest.raises(ValueError, match="needs at least"):  # 12 bytes for each of 15.7B parameters
         check_memory(config, GPU)
     check_memory(replace(config, optim=replace(config.optim, name="muon")), GPU)  # 10 for nearly all
+
+
+def test_an_update_by_muon_needs_16_bytes_of_an_element_of_the_largest_matrix(monkeypatch):
+    config = preset("v2_lite_16b")
+    config = replace(config, optim=replace(config.optim, name="muon"))
+    with_update = min_memory(config)
+    monkeypatch.setattr(memory, "count_update", lambda config: 0)
+    assert with_update - min_memory(config) == 16 * 10944 * 2048
 
 
 def test_fp8_optimizer_states_need_less(monkeypatch):

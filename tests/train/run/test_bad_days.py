@@ -329,6 +329,12 @@ def need_on_device(available: int) -> MemoryNeed:
     return MemoryNeed(fixed=50 * 10**9, sequence=38 * 10**9, available=available * 10**9)
 
 
+def test_smaller_micro_batches_are_not_advised_where_the_update_does_not_fit():
+    need = replace(need_on_device(230), update=160 * 10**9)
+    expected = "an update by the optimizer takes 160.00 GB in addition to 50.00 GB for weights"
+    assert advice(micro(batch_size=8), need).startswith(expected)
+
+
 @pytest.mark.parametrize(
     ("available", "message"),
     [(59, "use --sequence-length 2 (now 32)"), (58, "leave too little memory for a sequence")],
