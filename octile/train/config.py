@@ -167,7 +167,7 @@ class TrainConfig:
         log: where the metrics go as well: tensorboard (event files in the run's folder), wandb (Weights & Biases) or
             mlflow. Each needs the extra of its name, and several may be named. A resumed run continues there.
         prompt: the text that the sample at the end of the run continues; an empty one has the model begin a text. If
-            it is not given and the data are examples, it is the prompt of a held-out one.
+            it is not given, it is 'def ', or the prompt of a held-out example if the data are examples.
         telemetry_every: measure the FP8 GEMMs of every n-th step and write telemetry.jsonl; 0 measures none.
         telemetry_layers: patterns of the names of the layers to measure, separated by commas.
         guards: a file of rules on the telemetry that warn, capture operands, or switch a GEMM to BF16.
@@ -204,7 +204,7 @@ class TrainConfig:
     allow_slow: bool = False
     deterministic: bool = False
     log: tuple[Logger, ...] | None = None
-    prompt: str = "def "
+    prompt: str | None = None
     telemetry_every: Count = 0
     telemetry_layers: str = "*"
     guards: Path | None = None

@@ -88,11 +88,11 @@ def print_passes(config: TrainConfig, store: TokenStore, console: RunConsole) ->
 
 
 def check_prompt(config: TrainConfig, store: TokenStore) -> None:
-    """Refuse a prompt for the sample that leaves no token of the model's context.
+    """Refuse a given prompt for the sample that leaves no token of the model's context.
 
     Raises:
         ValueError: it does.
     """
-    length, context = len(store.tokenizer.encode_prompt(config.prompt)), config.model.max_position_embeddings
+    length, context = len(store.tokenizer.encode_prompt(config.prompt or "")), config.model.max_position_embeddings
     if length >= context:
         raise ValueError(f"prompt has {length} tokens, which fill the model's context of {context}")

@@ -38,7 +38,8 @@ from octile.train.run.folder import RunFolder
 from octile.train.trainer import Trainer
 
 SAMPLE_TOKENS = 128
-MORE_PROMPT = "class "  # of the command for further texts
+PROMPT = "def "  # of the sample of a run on texts, if none is given
+MORE_PROMPT = "class "  # likewise, of the command for further texts
 NO_PROMPT = (
     "no held-out example has a prompt that the sample could answer: it begins a text; --prompt TEXT gives it one"
 )
@@ -75,7 +76,7 @@ def _save_whole(trainer: Trainer, folder: Path, weights: Literal["fp8", "bf16"],
 
 def _write_results(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore, console: RunConsole) -> None:
     prompt = sample_prompt(trainer.config, store)
-    if not prompt and trainer.config.prompt:
+    if not prompt and trainer.config.prompt is None:
         console.print(NO_PROMPT)
     _write_summary(trainer, best, run, store, prompt)
     sample = sample_text(trainer, store, run, prompt)
@@ -90,8 +91,7 @@ def _more(config: TrainConfig, store: TokenStore, run: RunFolder) -> str:
     """A command for further texts: a server of chats for examples, else one that continues a text."""
     if store.manifest.packed is not None:
         return f"octile serve {quoted_path(run.path)}"
-    prompt = MORE_PROMPT if config.prompt in ("", TrainConfig.prompt) else config.prompt
-    return f"octile generate {quoted_path(run.path)} --prompt {shlex.quote(prompt)}"
+    return f"octile generate {quoted_path(run.path)} --prompt {shlex.quote(config.prompt or MORE_PROMPT)}"
 
 
 def _write_summary(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore, prompt: str) -> None:
@@ -130,7 +130,7 @@ def _describe_examples(store: TokenStore) -> dict[str, int]:
 
 
 def sample_prompt(config: TrainConfig, store: TokenStore) -> str:
-    """The prompt of the sample: that of the configuration, or of a held-out example instead of the default.
+    """The prompt of the sample: that of the configuration; if it has none, PROMPT, or the prompt of a held-out example.
 
     It is the first example that has one. An example that has a loss from its first token on has no prompt; nor has one
     for the sample whose text the tokenizer encodes otherwise, or which leaves no half of the context.
@@ -139,8 +139,10 @@ def sample_prompt(config: TrainConfig, store: TokenStore) -> str:
         the prompt; "" if no held-out example has one.
     """
     val = store.val
-    if not isinstance(val, PackedTokens) or config.prompt != TrainConfig.prompt:
+    if config.prompt is not None:
         return config.prompt
+    if not isinstance(val, PackedTokens):
+        return PROMPT
     has_loss, longest = val.marks & LOSS != 0, config.model.max_position_embeddings // 2
     begins = (val.marks & FIRST != 0).nonzero()[0]
     for begin, end in itertools.pairwise([*begins.tolist(), len(val)]):

@@ -46,7 +46,7 @@ EDITED = {  # in config.json: the line
     "validate_every": (7, "validate_every: 3 before, 7 now"),
     "checkpoint_every": (0, "checkpoint_every: 2 before, 0 now"),
     "telemetry_every": (2, "telemetry_every: 0 before, 2 now"),
-    "prompt": ("class ", "prompt: 'def ' before, 'class ' now"),
+    "prompt": ("class ", "prompt: None before, 'class ' now"),
     "steps": (9, "steps: 6 before, 9 now: the schedules of learning rate, batch and weights follow the new number"),
 }
 
