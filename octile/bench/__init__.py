@@ -8,7 +8,7 @@ transformers.py    `octile bench transformers`: converted models of transformers
 attention.py       `octile bench attention`: attention of decoding over the latent cache vs. a copy
 serve/             `octile bench serve`: throughput and latency of `octile serve`
 indexer.py         `octile bench indexer`: the lightning indexer's logits vs. DeepGEMM's, and the choice of keys
-sparse.py          `octile bench sparse`: attention over chosen positions vs. torch's gather and products
+sparse.py          `octile bench sparse`: attention over top-k positions vs. torch's gather and products
 dispatch.py        `octile bench dispatch`: dispatch and combine between GPUs vs. a copy and vs. all_to_all_single
 lab.py             `octile bench lab`: the tensor core model and telemetry
 tune.py            `octile bench tune`: a search for the fastest GEMM kernels

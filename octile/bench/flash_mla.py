@@ -4,7 +4,7 @@ Its tile schedule is made at the first call, as a model makes it once for all la
 the sparse form it reads slots of the cache, which are looked up here; octile looks pages up in its kernel.
 
 Source: https://github.com/deepseek-ai/FlashMLA, flash_mla/flash_mla_interface.py.
-Shapes: S queries, H heads, W = 576 channels, K chosen positions, T texts, P pages, M pages of a text.
+Shapes: S queries, H heads, W = 576 channels, K top-k positions, T texts, P pages, M pages of a text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`octile bench sparse`: attention over chosen positions vs. torch's gather and products, compiled.
+"""`octile bench sparse`: attention over top-k positions vs. torch's gather and products, compiled.
 
 Each query has its own random positions. In prefill and in training all queries read one text's latents, contiguous and
 in BF16. In decoding, texts of equal context have pages anywhere in a cache, in BF16 or FP8, and each has two queries,
@@ -53,12 +53,12 @@ Call = Callable[[], Tensor]
 
 
 class Shape(NamedTuple):
-    """Queries of a prompt, or texts in decoding; positions of a text, heads, and chosen positions."""
+    """Queries of a prompt, or texts in decoding; positions of a text, heads, and top-k positions."""
 
     texts: int
     context: int
     heads: int
-    chosen: int
+    top_k: int
 
 
 PREFILL = {
@@ -97,7 +97,7 @@ def show(found: Sequence[Row]) -> str:
 
 def flops(queries: int, shape: Shape) -> int:
     """Count the FLOPs of the scores and of the weighted values."""
-    return 2 * queries * shape.heads * shape.chosen * (2 * LATENT + ROTARY)
+    return 2 * queries * shape.heads * shape.top_k * (2 * LATENT + ROTARY)
 
 
 def _prefill(shape: Shape, device: str) -> Iterator[Row]:
@@ -107,7 +107,7 @@ def _prefill(shape: Shape, device: str) -> Iterator[Row]:
     ours = partial(sparse_attention, q, latents, positions, LATENT, SCALE)
     theirs: dict[str, Call] = {_torch(): partial(_compiled(), q, latents, positions)}
     theirs |= flash_mla.prefill(ours, q, latents, positions, SCALE)
-    case = f"prefill, {shape.texts} queries, {shape.heads} heads, {shape.chosen} of {shape.context}"
+    case = f"prefill, {shape.texts} queries, {shape.heads} heads, {shape.top_k} of {shape.context}"
     yield from _measured(case, goals.SPARSE_PREFILL, "BF16", shape, shape.texts, ours, theirs)
 
 
@@ -126,14 +126,14 @@ def _training(shape: Shape, device: str) -> Iterator[Row]:
     }
     times = work_seconds(calls, ROUNDS)
     gpu, width = torch.cuda.is_available(), LATENT + ROTARY
-    work = 2 * shape.heads * shape.chosen  # for a channel of a query
+    work = 2 * shape.heads * shape.top_k  # for a channel of a query
     channels = {"forward": width + LATENT, "backward": 3 * width + 2 * LATENT, "weights": width}
     both = channels["forward"] + channels["backward"]
     peers = {theirs: work * both * min(TORCH_QUERIES, shape.texts) / times[theirs]}
     if gpu and shape.heads == 128 and torch.cuda.get_device_capability() == (9, 0):
         peers[PUBLISHED_BACKWARD] = TILELANG
     for name, n in channels.items():
-        case = f"training, {name}, {shape.texts} queries, {shape.heads} heads, {shape.chosen} of {shape.context}"
+        case = f"training, {name}, {shape.texts} queries, {shape.heads} heads, {shape.top_k} of {shape.context}"
         for peer in peers.items() if name == "backward" else (None,):
             yield flop_rate(case, "FLOPs", shape.texts * work * n / times[name], gpu, peer)
 
@@ -156,7 +156,7 @@ def _decoding(shape: Shape, form: str, device: str) -> Iterator[Row]:
     else:
         theirs = flash_mla.sparse_decoding(ours, q, cache, slots, shape.texts, SCALE)
     texts = "1 text" if shape.texts == 1 else f"{shape.texts} texts"
-    case = f"decoding, {texts}, {shape.heads} heads, {shape.chosen} of {shape.context}, {form}"
+    case = f"decoding, {texts}, {shape.heads} heads, {shape.top_k} of {shape.context}, {form}"
     goal = goals.SPARSE_DECODING if form == "FP8" else None
     yield from _measured(case, goal, form, shape, len(q), ours, theirs)
 
@@ -166,7 +166,7 @@ def _queries(count: int, shape: Shape, generator: torch.Generator) -> tuple[Tens
     device = generator.device
     q = torch.randn(count, shape.heads, LATENT + ROTARY, generator=generator, device=device).bfloat16()
     parts = [
-        torch.rand(len(part), shape.context, generator=generator, device=device).topk(shape.chosen).indices.int()
+        torch.rand(len(part), shape.context, generator=generator, device=device).topk(shape.top_k).indices.int()
         for part in torch.arange(count).split(256)
     ]
     return q, torch.cat(parts)
@@ -186,7 +186,7 @@ def _measured(
     for peer in peers.items() or (None,):
         yield replace(flop_rate(case, "FLOPs", work / times["octile"], gpu, peer), goal=goal)
     width = row_bytes(LATENT, ROTARY) if form == "FP8" else 2 * (LATENT + ROTARY)
-    yield byte_rate(case, "gathered", queries * shape.chosen * width / times["octile"], gpu)
+    yield byte_rate(case, "gathered", queries * shape.top_k * width / times["octile"], gpu)
 
 
 def _gather_and_attend(q: Tensor, latents: Tensor, positions: Tensor) -> Tensor:

@@ -171,11 +171,11 @@ HOPPER_OR_TORCH = {  # called by their own modules: what torch does, and what Ho
     "top_keys": ("takes the topk of integers that hold logit and position", "up to 4096 keys"),
     **dict.fromkeys(
         ("sparse_attention", "sparse_attention_with_lse", "paged_sparse_attention"),
-        ("gathers the chosen positions and multiplies them", "latents of 512 + 64 channels in BF16 or FP8"),
+        ("gathers the top-k positions and multiplies them", "latents of 512 + 64 channels in BF16 or FP8"),
     ),
     **dict.fromkeys(
         ("sparse_attention_backward", "sparse_attention_weights"),
-        ("gathers the chosen positions and multiplies them", "latents of 512 + 64 channels in BF16"),
+        ("gathers the top-k positions and multiplies them", "latents of 512 + 64 channels in BF16"),
     ),
     "few_rows_mixture": ("calls what it consists of", "up to 8 rows in BF16, and experts of a multiple of 128 columns"),
     "few_rows_nt": ("calls quantization and GEMM", "up to 8 rows in BF16"),

@@ -1,10 +1,10 @@
-"""Attention of latent attention's absorbed form over chosen positions alone, as sparse attention computes it.
+"""Attention of latent attention's absorbed form over top-k positions alone, as sparse attention computes it.
 
-    s = scale · q · [latent; rotary key]      of the positions that were chosen for the query
+    s = scale · q · [latent; rotary key]      of the top-k positions of the query
     p = softmax(s)
     o = p · latent                            C channels a head: the caller multiplies them by the values' weight
 
-All heads of a query attend to the same positions. With all positions of a causal mask chosen, this is dense attention.
+All heads of a query attend to the same positions. With all positions of a causal mask, this is dense attention.
 `sparse_attention` reads rows that lie one after the other, as in prefill; `paged_sparse_attention` reads the paged
 cache. Training also needs the logarithm of the softmax's denominator, for `octile.ops.sparse_attention_backward`:
 `sparse_attention_with_lse`.
@@ -17,7 +17,7 @@ multiplied.
 
 Source: DeepSeek-V3.2-Exp §2 (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp); FlashMLA's sparse attention
 (https://github.com/deepseek-ai/FlashMLA).
-Shapes: S queries, H heads, C channels of a latent, W = C + those of the rotary key, T rows, K chosen positions,
+Shapes: S queries, H heads, C channels of a latent, W = C + those of the rotary key, T rows, K top-k positions,
 P pages, M pages of a text at most.
 """
 
@@ -42,7 +42,7 @@ MAX_SPLITS = kernel.MAX_SPLITS
 def sparse_attention(
     q: Tensor, latents: Tensor, positions: Tensor, latent_dim: int, scale: float, n_splits: int = 0
 ) -> Tensor:
-    """Attend from each query to its chosen rows of the latents.
+    """Attend from each query to its top-k rows of the latents.
 
     Args:
         q: [S, H, W], float32, bfloat16 or float16: queries times the keys' weight, then rotary queries.
@@ -56,7 +56,7 @@ def sparse_attention(
             number, the result of a query does not depend on how many there are.
 
     Returns:
-        o [S, H, C] in q's dtype; zeros where no position was chosen.
+        o [S, H, C] in q's dtype; zeros for a query without a position.
 
     Raises:
         TypeError: a tensor has another dtype.
@@ -78,8 +78,8 @@ def sparse_attention_with_lse(
         q, latents, positions, latent_dim, scale: as in `sparse_attention`.
 
     Returns:
-        o [S, H, C] in q's dtype, zeros where no position was chosen; and lse [S, H] float32, the natural logarithm of
-        Σ exp(s) over the chosen positions, −inf where there is none.
+        o [S, H, C] in q's dtype, zeros for a query without a position; and lse [S, H] float32, the natural logarithm of
+        Σ exp(s) over the top-k positions, −inf where there is none.
 
     Raises:
         TypeError, ValueError: as in `sparse_attention`.
@@ -94,16 +94,16 @@ def sparse_attention_with_lse(
 def paged_sparse_attention(
     q: Tensor, cache: Tensor, pages: Tensor, positions: Tensor, latent_dim: int, scale: float, n_splits: int = 0
 ) -> Tensor:
-    """Attend from each query to chosen positions of its text in the paged cache.
+    """Attend from each query to top-k positions of its text in the paged cache.
 
     Args:
         q, latent_dim, scale, n_splits: as in `sparse_attention`.
         cache: [P, 64, W] or FP8 rows, as in `octile.ops.latent_cache.write_latents`.
-        pages: int32 [S, M], the pages of each query's text in their order; only those of chosen positions are read.
+        pages: int32 [S, M], the pages of each query's text in their order; only those of top-k positions are read.
         positions: [S, K] int32, positions of the text, each at most once; −1 stands for none.
 
     Returns:
-        o [S, H, C] in q's dtype; zeros where no position was chosen.
+        o [S, H, C] in q's dtype; zeros for a query without a position.
 
     Raises:
         TypeError: a tensor has another dtype.
@@ -152,7 +152,7 @@ def _attend(
 def query_blocks(q: Tensor, latents: Tensor, positions: Tensor) -> Iterator[slice]:
     """Divide the queries into blocks, whose gathered rows and scores have at most MAX_ELEMENTS each, or of one query.
 
-    There is no block where nothing can be chosen.
+    There is no block where no query has a position.
     """
     s, h, width = q.shape
     k = positions.shape[1]

@@ -1,4 +1,4 @@
-"""The backward pass of attention over chosen positions in latent attention's absorbed form.
+"""The backward pass of attention over top-k positions in latent attention's absorbed form.
 
     p  = exp(scale · q · k − lse)      dp = do · latent      ds = scale · p · (dp − Σ do · o)
     dq = ds · k                        dk[position] += Σ over heads of ds · q
@@ -14,7 +14,7 @@ On Hopper, kernels compute latents of 512 + 64 channels in BF16; torch computes 
 query adds to a row to BF16, and add the latter up by groups of queries and of 64 heads.
 
 Source: Dao et al. (arXiv 2205.14135); DeepSeek-V3.2-Exp §2 (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp).
-Shapes: S queries, H heads, C channels of a latent, W = C + those of the rotary key, T rows, K chosen positions.
+Shapes: S queries, H heads, C channels of a latent, W = C + those of the rotary key, T rows, K top-k positions.
 """
 
 import torch
@@ -49,7 +49,7 @@ def sparse_attention_backward(
 
     Returns:
         dq [S, H, W] in q's dtype and dlatents [T, W] float32, zeros for queries without a position and for rows that
-        no query has chosen.
+        no query has among its positions.
 
     Raises:
         TypeError: a tensor has another dtype.

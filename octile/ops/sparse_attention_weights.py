@@ -1,4 +1,4 @@
-"""The weights of attention over chosen positions: what the indexer of sparse attention learns to predict.
+"""The weights of attention over top-k positions: what the indexer of sparse attention learns to predict.
 
     weight[s, j] = mean over heads of exp(scale · q[s, h] · k[j-th position] − lse[s, h])
 
@@ -6,7 +6,7 @@ They are those with which `octile.ops.sparse_attention` adds up the latents, and
 score of another position is needed. The weights of a query with a position sum to 1.
 
 Source: DeepSeek-V3.2-Exp §2.1 (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp), whose target they are.
-Shapes: S queries, H heads, C channels of a latent, W = C + those of the rotary key, T rows, K chosen positions.
+Shapes: S queries, H heads, C channels of a latent, W = C + those of the rotary key, T rows, K top-k positions.
 """
 
 import torch
@@ -22,7 +22,7 @@ from octile.ops.sparse_attention import check_lse, check_operands, check_positio
 def sparse_attention_weights(
     q: Tensor, latents: Tensor, positions: Tensor, lse: Tensor, latent_dim: int, scale: float
 ) -> Tensor:
-    """Compute the softmax's weight of each chosen position, the mean over the heads.
+    """Compute the softmax's weight of each top-k position, the mean over the heads.
 
     Args:
         q, latents, positions, latent_dim, scale: as in `octile.ops.sparse_attention.sparse_attention`.

@@ -1,7 +1,7 @@
 """The top-k keys that sparse attention reads: those with the highest logits.
 
 The order of keys is by logit, then by position, so that the choice is the same at every call and on every device: of
-equal logits, the key that comes first is chosen. NaN is the highest logit, so that it is not lost.
+equal logits, the key that comes first is among them. NaN is the highest logit, so that it is not lost.
 
 Each logit and its position become one 64-bit integer, of which the K largest are taken. On Hopper a kernel does it,
 which reads a row of logits once if a sample of it tells which may be among them. Elsewhere, and for more than 4096
@@ -45,7 +45,7 @@ def top_keys(logits: Tensor, starts: Tensor, ends: Tensor, k: int) -> Tensor:
 
 def _top_keys(logits: Tensor, starts: Tensor, ends: Tensor, k: int) -> Tensor:
     s, w = logits.shape
-    chosen = torch.full((s, k), ABSENT, dtype=torch.int32, device=logits.device)
+    top_k = torch.full((s, k), ABSENT, dtype=torch.int32, device=logits.device)
     column = torch.arange(w, device=logits.device)
     rows = max(MAX_ELEMENTS // max(w, 1), 1)
     for first in range(0, s, rows):
@@ -53,8 +53,8 @@ def _top_keys(logits: Tensor, starts: Tensor, ends: Tensor, k: int) -> Tensor:
         keys = _order(logits[part]) * 2**32 + (2**32 - 1 - column)
         outside = (column < starts[part, None]) | (column >= ends[part, None])
         highest, columns = keys.masked_fill_(outside, BEFORE_ALL).topk(min(k, w), sorted=True)
-        chosen[part, : columns.shape[1]] = columns.masked_fill_(highest == BEFORE_ALL, ABSENT).int()
-    return chosen
+        top_k[part, : columns.shape[1]] = columns.masked_fill_(highest == BEFORE_ALL, ABSENT).int()
+    return top_k
 
 
 @top_keys.register_fake

@@ -69,12 +69,12 @@ def test_the_parts_of_training_are_those_of_a_cpu():
         index_q, index_k = (t.detach().bfloat16().float().requires_grad_() for t in (index_q, index_k))  # as FP8's are
         indexer = Indexer(8, 8, g, e, 16)
         with torch.no_grad():
-            chosen = indexer.top_k_keys(index_q.round(), index_k.round(), weights)
-        o = top_k_attention(q, k, v, chosen, 0.2)
-        p = top_k_weights(q, k, chosen, 0.2)
-        loss = top_k_alignment_loss(index_q, index_k, weights, chosen, p)
+            top_k = indexer.top_k_keys(index_q.round(), index_k.round(), weights)
+        o = top_k_attention(q, k, v, top_k, 0.2)
+        p = top_k_weights(q, k, top_k, 0.2)
+        loss = top_k_alignment_loss(index_q, index_k, weights, top_k, p)
         gradients = torch.autograd.grad(o.square().sum() + loss, (index_q, index_k, weights, q, k, v))
-        found.append([chosen.sort(-1).values.cpu(), o.cpu(), loss.cpu(), *(t.cpu() for t in gradients)])
+        found.append([top_k.sort(-1).values.cpu(), o.cpu(), loss.cpu(), *(t.cpu() for t in gradients)])
     assert torch.equal(found[0][0], found[1][0])
     cpu, gpu = found
     torch.testing.assert_close(gpu[1:3] + gpu[5:], cpu[1:3] + cpu[5:], rtol=1e-3, atol=1e-3)
@@ -89,8 +89,8 @@ def test_training_in_the_absorbed_form_is_that_of_a_cpu(recipe, dtype, bound):
     shapes = (b, s, h, n + r), (b, s, c + r), (h * (n + v), c), (b, s, h, v)
     q, rows, weight, do = (torch.randn(shape, generator=generator) for shape in shapes)
     order = torch.rand(b, s, s, generator=generator).masked_fill(torch.ones(s, s).triu(1).bool(), -1.0)
-    values, chosen = order.topk(k)
-    chosen = chosen.masked_fill(values < 0, -1).int()
+    values, top_k = order.topk(k)
+    top_k = top_k.masked_fill(values < 0, -1).int()
     found = []
     for device, kind in (("cpu", torch.float32), ("cuda", dtype)):
         layer = torch.nn.Linear(c, h * (n + v), bias=False)
@@ -99,7 +99,7 @@ def test_training_in_the_absorbed_form_is_that_of_a_cpu(recipe, dtype, bound):
             layer.weight.copy_(weight * c**-0.5)
         layer = layer.to(device)
         inputs = [t.to(dtype).to(device, kind).requires_grad_() for t in (q, rows)]
-        o, weights = sparse_latent_attention(*inputs, layer, chosen.to(device), n, (n + r) ** -0.5, with_weights=True)
+        o, weights = sparse_latent_attention(*inputs, layer, top_k.to(device), n, (n + r) ** -0.5, with_weights=True)
         gradients = torch.autograd.grad(o, (*inputs, layer.weight), do.to(dtype).to(device, kind))
         found.append([t.detach().cpu().float() for t in (o, weights, *gradients)])
     for expected, ours in zip(*found, strict=True):

@@ -18,8 +18,8 @@ def test_the_choice_of_keys_is_that_of_a_cpu():
     logits[5, 100:200] = -math.inf
     starts = torch.randint(-5, 2000, (300,), generator=generator, dtype=torch.int32)
     ends = torch.randint(0, 5500, (300,), generator=generator, dtype=torch.int32)
-    chosen = top_keys(logits.cuda(), starts.cuda(), ends.cuda(), 2048)
-    assert torch.equal(chosen.cpu(), top_keys(logits, starts, ends, 2048))
+    top_k = top_keys(logits.cuda(), starts.cuda(), ends.cuda(), 2048)
+    assert torch.equal(top_k.cpu(), top_keys(logits, starts, ends, 2048))
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)])

@@ -60,17 +60,17 @@ def test_a_layer_that_shares_keys_has_no_indexer():
 def test_loss_and_gradients_are_those_of_transformers_in_float64(tmp_path, monkeypatch):
     """Of all weights but the indexers', with the keys that octile chooses: last bits of FP8 decide between some."""
     save(build(OF_TRANSFORMERS), tmp_path, "float32")
-    ours, chosen = load(tmp_path), list[Tensor]()
+    ours, top_k = load(tmp_path), list[Tensor]()
     find = Indexer.top_k_keys
-    monkeypatch.setattr(Indexer, "top_k_keys", lambda *args: chosen.append(find(*args)) or chosen[-1])
+    monkeypatch.setattr(Indexer, "top_k_keys", lambda *args: top_k.append(find(*args)) or top_k[-1])
     found = gradients(ours.train())
-    assert len(chosen) == 2
+    assert len(top_k) == 2
     how = {"dtype": torch.float64, "experts_implementation": "eager"}  # the others have no FP64
     theirs = GlmMoeDsaForCausalLM.from_pretrained(tmp_path, **how).train()
     for name, buffer in theirs.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(ours.state_dict()[name])
-    of_layer = dict(zip(OWN, chosen, strict=False))
+    of_layer = dict(zip(OWN, top_k, strict=False))
     own_S1 = torch.arange(LENGTH, dtype=torch.int32)[:, None]
 
     def find_as_ours(indexer: GlmMoeDsaIndexer, *_: object, **__: object) -> Tensor:

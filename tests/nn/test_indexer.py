@@ -81,15 +81,15 @@ def inputs(seed=0, batch=2, length=20) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("seed", range(3))
-def test_chosen_keys_are_those_of_the_published_indexer(seed):
+def test_top_k_keys_are_those_of_the_published_indexer(seed):
     indexer, (x, latent) = make_indexer(seed), inputs(seed)
-    chosen = indexer.top_k_keys(*indexer(x, latent, cos_sin(0, 20)))
+    top_k = indexer.top_k_keys(*indexer(x, latent, cos_sin(0, 20)))
     for b in range(2):
         logits = published_logits(indexer, x[b], latent[b])
         for s in range(20):
             k = min(TOPK, s + 1)
             best = logits[s, : s + 1].sort(descending=True, stable=True).indices[:k]  # of equal ones the first
-            assert sorted(chosen[b, s].tolist()) == [-1] * (TOPK - k) + best.sort().values.tolist()
+            assert sorted(top_k[b, s].tolist()) == [-1] * (TOPK - k) + best.sort().values.tolist()
 
 
 @torch.no_grad()
@@ -125,7 +125,7 @@ def test_choices_in_parts_of_the_queries_are_the_same(monkeypatch):
 
 @torch.no_grad()
 @pytest.mark.parametrize(("warm_up", "length"), [(True, 20), (False, TOPK)])
-def test_all_keys_are_chosen_in_the_warm_up_and_of_short_texts(warm_up, length):
+def test_all_keys_are_top_k_keys_in_the_warm_up_and_of_short_texts(warm_up, length):
     indexer, (x, latent) = make_indexer(), inputs(length=length)
     indexer.warm_up = warm_up
     assert indexer.top_k_keys(*indexer(x, latent, cos_sin(0, length))) is None
@@ -176,13 +176,13 @@ def test_with_as_many_keys_as_tokens_attention_is_dense():
 
 
 @torch.no_grad()
-def test_attention_reads_the_chosen_keys_alone():
+def test_attention_reads_the_top_k_keys_alone():
     mla, (x, _) = make_mla().eval(), inputs()
     *_, compressed = mla._projections(x)
-    chosen = mla.indexer.top_k_keys(*mla.indexer(x, compressed, cos_sin(0, 20)))
+    top_k = mla.indexer.top_k_keys(*mla.indexer(x, compressed, cos_sin(0, 20)))
     before = mla(x, cos_sin(0, 20))[0, 19]
-    unseen = next(t for t in range(19) if t not in chosen[0, 19])
-    mla.indexer.top_k_keys = lambda *_: chosen
+    unseen = next(t for t in range(19) if t not in top_k[0, 19])
+    mla.indexer.top_k_keys = lambda *_: top_k
     changed = x.clone()
     changed[0, unseen] = 100.0
     assert torch.equal(mla(changed, cos_sin(0, 20))[0, 19], before)
@@ -242,9 +242,9 @@ def test_sparse_attention_is_masked_attention_in_float64():
     found = results(mla)
     x = inputs()[0].double().requires_grad_()
     *_, compressed = mla._projections(x.float())
-    chosen = mla.indexer.top_k_keys(*mla.indexer(x.float(), compressed, cos_sin(0, 20)))
+    top_k = mla.indexer.top_k_keys(*mla.indexer(x.float(), compressed, cos_sin(0, 20)))
     wide = make_mla().double()
-    wide.indexer.top_k_keys = lambda *_: chosen  # those of FP32: a last bit may change them
+    wide.indexer.top_k_keys = lambda *_: top_k  # those of FP32: a last bit may change them
     wide.indexer.forward = lambda *_: ()
     wide.indexer.align_top_k = lambda index, top_k, weights, o: o
     y = wide(x, cos_sin(0, 20))

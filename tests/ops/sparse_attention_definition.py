@@ -1,4 +1,4 @@
-"""Dense definition of attention over chosen positions, in float64, for autograd."""
+"""Dense definition of attention over top-k positions, in float64, for autograd."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,8 +18,8 @@ class Case(NamedTuple):
     scale: float
 
     @property
-    def is_chosen(self) -> Tensor:
-        """Whether each query has chosen each row: bool [S, T]."""
+    def is_in_top_k(self) -> Tensor:
+        """Whether each row is among the top-k of each query: bool [S, T]."""
         t = len(self.latents)
         positions = self.positions.long()
         return torch.stack([(positions == i).any(-1) for i in range(t)], dim=-1)
@@ -40,10 +40,10 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def weights_of(case: Case, q: Tensor, latents: Tensor) -> Tensor:
-    """The softmax's weights [S, H, T] of float64 q and latents, zeros for rows that were not chosen."""
-    is_chosen = case.is_chosen[:, None]
-    scores = (case.scale * q @ latents.mT).masked_fill(~is_chosen, -torch.inf)
-    return scores.masked_fill(~is_chosen.any(-1, keepdim=True), 0.0).softmax(-1) * is_chosen
+    """The softmax's weights [S, H, T] of float64 q and latents, zeros for rows outside the top-k."""
+    is_in_top_k = case.is_in_top_k[:, None]
+    scores = (case.scale * q @ latents.mT).masked_fill(~is_in_top_k, -torch.inf)
+    return scores.masked_fill(~is_in_top_k.any(-1, keepdim=True), 0.0).softmax(-1) * is_in_top_k
 
 
 def attention(case: Case, q: Tensor, latents: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tests of sparse attention: softmax over the chosen positions alone, dense attention if all are chosen, and pages."""
+"""Tests of sparse attention: softmax over the top-k positions alone, dense attention if they are all, and pages."""
 
 import math
 
@@ -25,9 +25,9 @@ def operands(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     return q, latents
 
 
-def expected(q: Tensor, latents: Tensor, chosen: Tensor) -> Tensor:
+def expected(q: Tensor, latents: Tensor, top_k: Tensor) -> Tensor:
     """Attention of one query in float64 over some positions."""
-    keys = latents[chosen.long()].double()
+    keys = latents[top_k.long()].double()
     return (SCALE * q.double() @ keys.mT).softmax(-1) @ keys[:, :C]
 
 
@@ -53,7 +53,7 @@ def test_with_all_keys_of_the_past_it_is_dense_attention():
     torch.testing.assert_close(sparse_attention(q, latents, positions, C, SCALE), dense, rtol=1e-5, atol=1e-6)
 
 
-def test_positions_that_are_not_chosen_are_not_read():
+def test_positions_outside_the_top_k_are_not_read():
     q, latents = operands()
     before = sparse_attention(q, latents, POSITIONS, C, SCALE)
     others = torch.ones(T, dtype=torch.bool)
@@ -81,7 +81,7 @@ def test_without_positions_the_result_is_zero(positions: Tensor):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_lse_is_that_of_the_scores_of_the_chosen_positions(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+def test_lse_is_that_of_the_scores_of_the_top_k_positions(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "MAX_ELEMENTS", 200)
     q, latents = operands(dtype)
     o, lse = sparse_attention_with_lse(q, latents, POSITIONS, C, SCALE)

@@ -1,4 +1,4 @@
-"""Tests of sparse attention's backward pass: the gradients of autograd in float64, of chosen rows alone."""
+"""Tests of sparse attention's backward pass: the gradients of autograd in float64, of top-k rows alone."""
 
 import math
 from typing import Any
@@ -57,11 +57,11 @@ def test_gradients_are_those_of_dense_attention(case: Case):
 
 
 @given(cases(), st.data())
-def test_rows_that_are_not_chosen_have_no_gradient_and_are_not_read(case: Case, data: st.DataObject):
-    do, unread = gradient_of(case), ~case.is_chosen.any(0)
+def test_rows_outside_the_top_k_have_no_gradient_and_are_not_read(case: Case, data: st.DataObject):
+    do, unread = gradient_of(case), ~case.is_in_top_k.any(0)
     dq, dlatents = gradients(case, do)
     assert not dlatents[unread].any()
-    assert not dq[~case.is_chosen.any(1)].any()
+    assert not dq[~case.is_in_top_k.any(1)].any()
     latents = case.latents.masked_fill(unread[:, None], data.draw(st.sampled_from([math.nan, math.inf])))
     for ours, before in zip(gradients(case._replace(latents=latents), do), (dq, dlatents), strict=True):
         assert torch.equal(ours, before)

@@ -1,4 +1,4 @@
-"""Tests of sparse attention's weights: the mean of the heads' softmax over the chosen positions."""
+"""Tests of sparse attention's weights: the mean of the heads' softmax over the top-k positions."""
 
 import math
 from typing import Any
@@ -32,10 +32,10 @@ def test_weights_are_the_mean_of_the_heads(case: Case):
     torch.testing.assert_close(found.sum(1), has_position.float(), rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_absent_or_not_chosen_is_not_read():
+def test_what_is_absent_or_outside_the_top_k_is_not_read():
     case = a_case()
     before = weights(case)
-    latents = case.latents.masked_fill(~case.is_chosen.any(0)[:, None], math.nan)
+    latents = case.latents.masked_fill(~case.is_in_top_k.any(0)[:, None], math.nan)
     q = case.q.clone()
     q[2] = math.nan  # it has no position
     assert torch.equal(weights(case._replace(q=q, latents=latents)), before)

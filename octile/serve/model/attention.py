@@ -6,7 +6,7 @@
 
 A model with indexers attends to top-k positions where there are more than that: from the decode rows of a step if one
 has more, and from the chunks that have more, both in the absorbed form. Layers without an indexer of their own attend
-to the positions that the last one before them has chosen.
+to the top-k positions of the last one before them.
 
 With `batch_invariant` all rows attend in the absorbed form, and each is divided by its own length alone.
 
@@ -54,7 +54,7 @@ from octile.serve.model.top_k_keys import (
 )
 from octile.serve.ranks.tensor_parallel import TensorParallel
 from octile.serve.runner.kv_cache import IndexCache, KVCache
-from octile.serve.runner.step import ChosenPositions, PrefillPiece, Step
+from octile.serve.runner.step import PrefillPiece, Step, TopKPositions
 from octile.serve.weights.block_weights import NORM_EPS, AttentionWeights, BlockWeights, IndexerWeights
 
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN builds some
@@ -172,7 +172,7 @@ def _merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, 
 
 
 class Queries(NamedTuple):
-    """What rows attend with: queries [T, H, X], and those of the indexer, if positions are chosen."""
+    """What rows attend with: queries [T, H, X], and those of the indexer, if they attend to top-k positions."""
 
     q: Tensor
     index_queries: IndexQueries | None
@@ -207,11 +207,11 @@ class Attention:
     tp: TensorParallel
 
     def with_schedule(self, step: Step) -> Step:
-        """Return a step with what all layers need of its lengths to choose positions, and a place for shared ones."""
+        """Return a step with what all layers need to find top-k positions, and with those that layers share."""
         if self.index is None:
             return step
         if self.config.shares_top_k:
-            step = step._replace(chosen=ChosenPositions())
+            step = step._replace(top_k=TopKPositions())
         if not step.is_sparse or not len(step.lengths):
             return step
         return step._replace(schedule=schedule(step.lengths))
@@ -221,11 +221,11 @@ class Attention:
 
         In batch-invariant mode they always do, because rows may not attend in another way for the sake of others.
         """
-        return self.index is not None and (self.gemms.batch_invariant or longest > self._n_chosen)
+        return self.index is not None and (self.gemms.batch_invariant or longest > self._index_topk)
 
     @property
-    def _n_chosen(self) -> int:
-        """How many positions a row attends to at most, if they are chosen."""
+    def _index_topk(self) -> int:
+        """K: how many positions a row attends to at most, if not to all."""
         return self.config.index_topk or 0
 
     def _indexer(self, w: BlockWeights) -> IndexerWeights | None:
@@ -387,7 +387,7 @@ class Attention:
             piece_queries = queries.rows(piece.first_row, piece.rows)
             out_SHV = o_THV.narrow(0, piece.first_row, piece.rows)
             if self._is_sparse(piece):
-                self._attend_to_chosen(out_SHV, piece_queries, layer, w, step, piece)
+                self._attend_to_top_k(out_SHV, piece_queries, layer, w, step, piece)
             else:
                 self.naive.attend(out_SHV, piece_queries.q, layer, w, step, piece, own)
         return out_TV
@@ -396,8 +396,8 @@ class Attention:
         self, q_THW: Tensor, index: IndexQueries | None, layer: int, w: AttentionWeights, step: Step, out_THV: Tensor
     ) -> None:
         """Attend from absorbed queries to the rows' pages, and write the result times W_UV to out."""
-        cached, chosen_TK = self.cache.layers[layer], self._choose_of_pages(index, layer, step)
-        if chosen_TK is None:
+        cached, top_k_TK = self.cache.layers[layer], self._top_k_of_pages(index, layer, step)
+        if top_k_TK is None:
             if self.gemms.batch_invariant:
                 for rows, n in ((slice(step.first_text), 1), (slice(step.first_text, None), step.rows_per_text)):
                     if len(q := q_THW[rows]):
@@ -409,25 +409,25 @@ class Attention:
         else:
             splits = SPLITS if self.gemms.batch_invariant else 0
             settings = self.config.kv_lora_rank, self.softmax_scale, splits
-            o_THC = paged_sparse_attention(q_THW, cached, step.pages, chosen_TK, *settings)
+            o_THC = paged_sparse_attention(q_THW, cached, step.pages, top_k_TK, *settings)
         self.gemms.heads_nt(o_THC, w.w_v, out_THV)
 
-    def _choose_of_pages(self, index: IndexQueries | None, layer: int, step: Step) -> Tensor | None:
-        """Choose positions for decode rows, int32 [T, K], or return those that the layer shares; None: all."""
+    def _top_k_of_pages(self, index: IndexQueries | None, layer: int, step: Step) -> Tensor | None:
+        """Return the top-k positions of decode rows, int32 [T, K], or those that the layer shares; None: all."""
         if self.index is None or step.schedule is None:
             return None
         if index is None:
-            assert step.chosen is not None
-            return step.chosen.decode
+            assert step.top_k is not None
+            return step.top_k.decode
         if self.index.dtype == torch.float32:
             read, text = partial(self._index_keys, layer), (step.pages, step.lengths)
-            chosen_TK = top_k_of_pages_in_fp32(index, read, *text, self._n_chosen)
+            top_k_TK = top_k_of_pages_in_fp32(index, read, *text, self._index_topk)
         else:
             keys, scheduled = self.index.layers[layer], (step.pages, step.lengths, step.schedule)
-            chosen_TK = top_k_of_pages(index, keys, *scheduled, self._n_chosen)
-        if step.chosen is not None:
-            step.chosen.decode = chosen_TK
-        return chosen_TK
+            top_k_TK = top_k_of_pages(index, keys, *scheduled, self._index_topk)
+        if step.top_k is not None:
+            step.top_k.decode = top_k_TK
+        return top_k_TK
 
     def _index_keys(self, layer: int, slots: Tensor) -> Tensor:
         """Return the indexer's keys in slots of a layer, which are in FP32."""
@@ -435,10 +435,10 @@ class Attention:
         return self.index.read(layer, slots)[0]
 
     def _is_sparse(self, piece: PrefillPiece) -> bool:
-        """Whether a piece is a chunk that attends to top-k positions: it has more than are chosen."""
-        return self.index is not None and piece.max_positions > self._n_chosen
+        """Whether a piece is a chunk that attends to top-k positions: it has more than K."""
+        return self.index is not None and piece.max_positions > self._index_topk
 
-    def _attend_to_chosen(
+    def _attend_to_top_k(
         self, out_SHV: Tensor, queries: Queries, layer: int, w: AttentionWeights, step: Step, chunk: PrefillPiece
     ) -> None:
         """Attend from the rows of one chunk to top-k positions, and write what is computed to out."""
@@ -453,15 +453,15 @@ class Attention:
         for row in range(0, n_rows, at_once):
             n = min(at_once, n_rows - row)
             if index is None or keys is None:
-                assert step.chosen is not None
-                slots_TK = step.chosen.chunks[chunk.first_row].narrow(0, row, n)
+                assert step.top_k is not None
+                slots_TK = step.top_k.chunks[chunk.first_row].narrow(0, row, n)
             else:
                 position = len(slots_L) - n_rows + row
-                slots_TK = top_k_of_prefix(index.rows(row, n), *keys, slots_L, position, self._n_chosen)
-                if step.chosen is not None:
+                slots_TK = top_k_of_prefix(index.rows(row, n), *keys, slots_L, position, self._index_topk)
+                if step.top_k is not None:
                     parts.append(slots_TK)
             q_THW = absorb(queries.q.narrow(0, row, n), w.w_k, self.gemms.heads_nt)
             o_THC = sparse_attention(q_THW, latents, slots_TK, c.kv_lora_rank, self.softmax_scale)
             self.gemms.heads_nt(o_THC, w.w_v, out_SHV.narrow(0, row, n))
-        if step.chosen is not None and parts:
-            step.chosen.chunks[chunk.first_row] = torch.cat(parts)
+        if step.top_k is not None and parts:
+            step.top_k.chunks[chunk.first_row] = torch.cat(parts)

@@ -1,10 +1,10 @@
-"""The choice of the positions that a row attends to: the indexer's logits of all that it sees, and the K highest.
+"""The top-k positions that a row attends to: those with the K highest logits of the indexer among all that it sees.
 
 The logits of few rows are in memory at once. On Hopper the logits have kernels for 32 and 64 heads; rows with fewer get
 further heads of zeros, which change nothing. Queries and keys in FP32 are multiplied by torch, to compare with
 transformers.
 
-Shapes: T rows, G heads and E channels of the indexer, L positions, P pages, M pages of a text at most, K chosen
+Shapes: T rows, G heads and E channels of the indexer, L positions, P pages, M pages of a text at most, K top-k
 positions.
 """
 
@@ -62,7 +62,7 @@ def schedule(lengths_T: Tensor) -> Tensor:
 def top_k_of_pages(
     index: IndexQueries, cache: Tensor, pages_TM: Tensor, lengths_T: Tensor, schedule: Tensor, k: int
 ) -> Tensor:
-    """Choose of the first positions of each row's text: int32 [T, K], −1 where there are no more.
+    """Return the top-k of the first positions of each row's text: int32 [T, K], −1 where there are no more.
 
     Args:
         index: queries of the rows for the indexer.
@@ -83,7 +83,7 @@ def top_k_of_pages(
 def top_k_of_pages_in_fp32(
     index: IndexQueries, read: Callable[[Tensor], Tensor], pages_TM: Tensor, lengths_T: Tensor, k: int
 ) -> Tensor:
-    """Choose as `top_k_of_pages`, of queries and keys in FP32, row after row.
+    """Return what `top_k_of_pages` does, of queries and keys in FP32, row after row.
 
     Args:
         index, pages_TM, lengths_T, k: arguments of `top_k_of_pages`.
@@ -95,7 +95,7 @@ def top_k_of_pages_in_fp32(
 
 
 def top_k_of_prefix(index: IndexQueries, k_LE: Tensor, scale_L: Tensor, slots_L: Tensor, first: int, k: int) -> Tensor:
-    """Choose for consecutive rows of a text, of which row i sees first + i + 1 positions.
+    """Return the top-k positions of consecutive rows of a text, of which row i sees first + i + 1 positions.
 
     Args:
         index: queries of the rows for the indexer.

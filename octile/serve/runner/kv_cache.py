@@ -153,7 +153,7 @@ class IndexCache:
 
 
 def needs_index(config: ModelConfig, max_position: int) -> bool:
-    """Return whether a model chooses keys in texts of up to max_position positions; it attends to all of fewer ones."""
+    """Return whether a model attends to top-k keys where texts have up to max_position positions, and not to all."""
     return bool(config.index_head_dim) and config.index_topk is not None and config.index_topk < max_position
 
 

@@ -220,8 +220,8 @@ class ModelRunner:
         """
         short_prompt = min(self._max_step_tokens, MAX_DECODE_TOKENS)  # whose rows attend as those that decode
         rows = max(self._max_batch * (1 + self.n_drafts), short_prompt)
-        n_chosen = None if self.index is None else self.forward.weights.config.index_topk
-        for batch in warm_up_batches(self._max_step_tokens, rows, self.max_position, self.vocab_size, n_chosen):
+        index_topk = None if self.index is None else self.forward.weights.config.index_topk
+        for batch in warm_up_batches(self._max_step_tokens, rows, self.max_position, self.vocab_size, index_topk):
             layout = self._layout(batch)
             if self.graphs is None or not self._has_graph(layout):
                 self._compute_unwritten(layout)
@@ -493,10 +493,10 @@ class ModelRunner:
 
     def _step(self, layout: Layout) -> Step:
         pads = self.batch_invariant and self.device.type == "cpu"
-        chosen = None if self.index is None else self.forward.weights.config.index_topk
+        index_topk = None if self.index is None else self.forward.weights.config.index_topk
         is_sparse = self.forward.attention.is_sparse(layout.longest)
         block = BLOCK_ROWS * self.tp.size if pads else 1  # each rank of a group has whole blocks
-        return mixed_step(layout, block, self.device, chosen, is_sparse, FILL_ROWS if self._fills else 1)
+        return mixed_step(layout, block, self.device, index_topk, is_sparse, FILL_ROWS if self._fills else 1)
 
     @property
     def _fills(self) -> bool:

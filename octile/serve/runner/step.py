@@ -110,8 +110,8 @@ class PrefillPiece(NamedTuple):
     max_positions: int
 
 
-class ChosenPositions:
-    """The positions that the last indexer before a layer has chosen: those of layers that share them (GLM-5.2).
+class TopKPositions:
+    """The top-k positions of the last indexer before a layer: those of layers that share them (GLM-5.2).
 
     Attributes:
         decode: int32 [decode rows, K], positions in each row's text; −1 where there are no more.
@@ -140,7 +140,7 @@ class Step(NamedTuple):
         is_sparse: whether decode rows attend to the top-k positions of an indexer; otherwise to all.
         schedule: schedule of the indexer's logits of decode rows
             (`octile.serve.model.attention.Attention.with_schedule`).
-        chosen: what an indexer has chosen, for the layers after it; None: no layer of the model shares it.
+        top_k: the top-k positions of an indexer, for the layers after it; None: no layer of the model shares them.
     """
 
     tokens: Tensor
@@ -153,7 +153,7 @@ class Step(NamedTuple):
     max_positions: int = 0
     is_sparse: bool = True
     schedule: Tensor | None = None
-    chosen: ChosenPositions | None = None
+    top_k: TopKPositions | None = None
     first_text: int = 0
     rows_per_text: int = 1
 

@@ -2,7 +2,7 @@
 
     prompts      of all numbers of rows that graphs have, next to a row that decodes: they begin, or continue
     rows         that decode alone, of powers of two
-    long texts   of both, with more positions than an indexer chooses
+    long texts   of both, with more positions than `index_topk`
 
 All chunks name page 0 for all their positions: what computes them writes nothing to it.
 """
@@ -23,7 +23,7 @@ SAMPLED = Row(Sampling(temperature=1.0, top_p=0.9, top_k=50), 0, 0)  # which tak
 
 
 def warm_up_batches(
-    max_step_tokens: int, max_decode_rows: int, max_position: int, vocab_size: int, n_chosen: int | None
+    max_step_tokens: int, max_decode_rows: int, max_position: int, vocab_size: int, index_topk: int | None
 ) -> Iterator[Batch]:
     """Yield the batches.
 
@@ -32,7 +32,7 @@ def warm_up_batches(
         max_decode_rows: rows of a step that only decodes, at most; 0: none does.
         max_position: positions of a text.
         vocab_size: tokens of the model. They differ, and so the experts that they choose.
-        n_chosen: positions to which a row attends at most, if an indexer chooses them; None: to all.
+        index_topk: positions to which a row attends at most, if the model has an indexer; None: to all.
     """
     n = min(PAGE, max_position) // 2  # tokens of a chunk
     if not n:
@@ -53,6 +53,6 @@ def warm_up_batches(
     for start in (0, n):
         yield from (prompts(start, rows) for rows in sizes)
     yield from (Batch([chunk(n, 1, 1)] * rows) for rows in decoding)
-    if n_chosen is not None and n_chosen + n <= max_position:
-        yield from (prompts(n_chosen, min(1 + n, max_step_tokens)) for _ in sizes[:1])
-        yield from (Batch([chunk(n_chosen, 1, 1)] * rows) for rows in decoding)
+    if index_topk is not None and index_topk + n <= max_position:
+        yield from (prompts(index_topk, min(1 + n, max_step_tokens)) for _ in sizes[:1])
+        yield from (Batch([chunk(index_topk, 1, 1)] * rows) for rows in decoding)

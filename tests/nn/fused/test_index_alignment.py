@@ -17,19 +17,19 @@ def operands(dtype=torch.float64) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
 
 
-def chosen_keys() -> Tensor:
+def top_k_keys() -> Tensor:
     generator = torch.Generator().manual_seed(1)
     order = torch.rand(B, S, S, generator=generator).masked_fill(torch.ones(S, S).triu(1).bool(), -1.0)
-    values, chosen = order.topk(K)
-    return chosen.masked_fill(values < 0, -1).int()
+    values, top_k = order.topk(K)
+    return top_k.masked_fill(values < 0, -1).int()
 
 
-def definition(index_q, index_k, weights, q, k, chosen) -> Tensor:
+def definition(index_q, index_k, weights, q, k, top_k) -> Tensor:
     """Equations 3 and 4 of the paper, one query at a time, in float64."""
     total = torch.zeros((), dtype=torch.float64)
     for b in range(B):
         for t in range(S):
-            keys = torch.arange(t + 1) if chosen is None else chosen[b, t][chosen[b, t] >= 0].long()
+            keys = torch.arange(t + 1) if top_k is None else top_k[b, t][top_k[b, t] >= 0].long()
             scores = [(k[b, keys, h] @ q[b, t, h] * SCALE).softmax(0) for h in range(H)]
             p = torch.stack(scores).sum(0)
             p = (p / p.abs().sum()).detach()
@@ -38,20 +38,20 @@ def definition(index_q, index_k, weights, q, k, chosen) -> Tensor:
     return total / (B * S)
 
 
-def loss_of(inputs: list[Tensor], chosen: Tensor | None) -> Tensor:
-    """The loss over all keys or over the chosen ones, of which attention has computed the weights."""
-    if chosen is None:
+def loss_of(inputs: list[Tensor], top_k: Tensor | None) -> Tensor:
+    """The loss over all keys or over the top-k keys, of which attention has computed the weights."""
+    if top_k is None:
         return alignment_loss(*inputs, SCALE)
-    return top_k_alignment_loss(*inputs[:3], chosen, top_k_weights(*inputs[3:], chosen, SCALE))
+    return top_k_alignment_loss(*inputs[:3], top_k, top_k_weights(*inputs[3:], top_k, SCALE))
 
 
-@pytest.mark.parametrize("chosen", [None, chosen_keys()], ids=["all keys", "chosen keys"])
+@pytest.mark.parametrize("top_k", [None, top_k_keys()], ids=["all keys", "top-k keys"])
 @pytest.mark.parametrize("max_scores", [1, 500, 2**20], ids=["queries", "blocks", "all"])
-def test_loss_and_gradients_equal_the_definition(chosen, max_scores, monkeypatch):
+def test_loss_and_gradients_equal_the_definition(top_k, max_scores, monkeypatch):
     monkeypatch.setattr("octile.nn.fused.index_alignment.MAX_SCORES", max_scores)
     inputs = operands()
-    found = loss_of(inputs, chosen)
-    expected = definition(*inputs, chosen)
+    found = loss_of(inputs, top_k)
+    expected = definition(*inputs, top_k)
     # attention's distribution is computed in FP32
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     of_index = inputs[:3]
@@ -60,30 +60,30 @@ def test_loss_and_gradients_equal_the_definition(chosen, max_scores, monkeypatch
     )
 
 
-@pytest.mark.parametrize("chosen", [None, chosen_keys()], ids=["all keys", "chosen keys"])
-def test_attention_gets_no_gradient(chosen):
+@pytest.mark.parametrize("top_k", [None, top_k_keys()], ids=["all keys", "top-k keys"])
+def test_attention_gets_no_gradient(top_k):
     inputs = operands()
-    loss_of(inputs, chosen).backward()
+    loss_of(inputs, top_k).backward()
     assert [t.grad is not None for t in inputs] == [True, True, True, False, False]
 
 
-def test_losses_over_all_chosen_keys_and_over_all_keys_are_equal():
+def test_losses_over_all_keys_as_top_k_keys_and_over_all_keys_are_equal():
     inputs = operands(torch.float32)
-    chosen = torch.where(torch.ones(S, S).tril().bool(), torch.arange(S), -1).flip(-1).int().expand(B, S, S)
-    losses = [loss_of(inputs, keys) for keys in (None, chosen)]
+    top_k = torch.where(torch.ones(S, S).tril().bool(), torch.arange(S), -1).flip(-1).int().expand(B, S, S)
+    losses = [loss_of(inputs, keys) for keys in (None, top_k)]
     torch.testing.assert_close(*losses)
     gradients = [torch.autograd.grad(loss, inputs[:3]) for loss in losses]
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
 
 
-def test_keys_that_were_not_chosen_do_not_count():
+def test_keys_outside_the_top_k_do_not_count():
     *inputs, q, k = operands(torch.float32)
-    chosen = chosen_keys()
-    chosen[chosen == 2] = -1
-    p = top_k_weights(q, k, chosen, SCALE)
+    top_k = top_k_keys()
+    top_k[top_k == 2] = -1
+    p = top_k_weights(q, k, top_k, SCALE)
 
     def loss_and_gradients() -> list[Tensor]:
-        loss = top_k_alignment_loss(*inputs, chosen, p)
+        loss = top_k_alignment_loss(*inputs, top_k, p)
         return [loss.detach(), *torch.autograd.grad(loss, inputs)]
 
     before = loss_and_gradients()
@@ -114,11 +114,11 @@ def test_scores_in_memory_are_bounded(monkeypatch):
 
 
 @pytest.mark.parametrize("length", [40, 80])
-def test_over_chosen_keys_no_tensor_grows_with_the_square(length, monkeypatch):
+def test_over_top_k_keys_no_tensor_grows_with_the_square(length, monkeypatch):
     monkeypatch.setattr(index_alignment, "MAX_SCORES", 2 * K * (G + E))  # of one query
     sizes = (1, length, G, E), (1, length, E), (1, length, G)
     inputs = [torch.randn(shape, requires_grad=True) for shape in sizes]
-    chosen = torch.arange(K).expand(1, length, K).int()
+    top_k = torch.arange(K).expand(1, length, K).int()
     with LargestTensor() as largest:
-        top_k_alignment_loss(*inputs, chosen, torch.full((1, length, K), 1 / K)).backward()
+        top_k_alignment_loss(*inputs, top_k, torch.full((1, length, K), 1 / K)).backward()
     assert largest.numel == length * G * E

@@ -40,8 +40,8 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 def top_k_keys(b: int = B, s: int = S, k: int = K, seed: int = 0) -> Tensor:
     order = torch.rand(b, s, s, generator=torch.Generator().manual_seed(seed))
-    values, chosen = order.masked_fill(torch.ones(s, s).triu(1).bool(), -1.0).topk(k)
-    return chosen.masked_fill(values < 0, -1).int()
+    values, top_k = order.masked_fill(torch.ones(s, s).triu(1).bool(), -1.0).topk(k)
+    return top_k.masked_fill(values < 0, -1).int()
 
 
 def inputs(b: int = B, s: int = S, dtype: torch.dtype = torch.float32) -> list[Tensor]:

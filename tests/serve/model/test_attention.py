@@ -101,7 +101,7 @@ def test_queries_are_written_to_given_memory(config: ModelConfig, fp8: bool):
     ("has_index", "batch_invariant", "expected"),
     [(False, False, []), (False, True, []), (True, False, [65, 500]), (True, True, [1, 64, 65, 500])],
 )
-def test_rows_choose_positions_if_one_has_more_than_are_chosen_or_always_in_batch_invariant_mode(
+def test_rows_attend_to_top_k_positions_if_one_has_more_or_always_in_batch_invariant_mode(
     has_index: bool, batch_invariant: bool, expected: list[int]
 ):
     forward = forward_of(CONFIG, False, batch_invariant)

@@ -79,16 +79,16 @@ def test_drafts_are_the_models(model):
 
 
 def test_the_layers_that_share_positions_choose_none(model, monkeypatch):
-    n_chosen, choose = 0, attention.top_k_of_pages
+    n_found, find = 0, attention.top_k_of_pages
 
     def counted(*args):
-        nonlocal n_chosen
-        n_chosen += 1
-        return choose(*args)
+        nonlocal n_found
+        n_found += 1
+        return find(*args)
 
     monkeypatch.setattr(attention, "top_k_of_pages", counted)
     Texts(ModelRunner(model, N_PAGES), [text(40)]).run(39).run(1)
-    assert n_chosen == 2
+    assert n_found == 2
 
 
 @pytest.mark.parametrize("index_format", ["e4m3", "float32"])

@@ -78,22 +78,22 @@ def test_the_models_logits_are_not_those_of_dense_attention(model):
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_decode_rows_choose_where_one_attends_to_more_than_is_chosen(model, monkeypatch, batch_invariant):
-    chosen_for, choose = [], attention.top_k_of_pages
+def test_decode_rows_find_top_k_positions_where_one_attends_to_more(model, monkeypatch, batch_invariant):
+    found_for, find = [], attention.top_k_of_pages
 
     def counted(index, cache, pages, lengths, *rest):
-        chosen_for.append(lengths.tolist())
-        return choose(index, cache, pages, lengths, *rest)
+        found_for.append(lengths.tolist())
+        return find(index, cache, pages, lengths, *rest)
 
     monkeypatch.setattr(attention, "top_k_of_pages", counted)
     runner = ModelRunner(model, N_PAGES, batch_invariant=batch_invariant)
     texts = Texts(runner, [text(40, 0), text(40, 1)]).run(8, 7)
-    assert (len(chosen_for) > 0) == batch_invariant
-    texts.run(8, 0).run(8, 0)  # to exactly as many as are chosen
-    assert (len(chosen_for) > 0) == batch_invariant
-    chosen_for.clear()
+    assert (len(found_for) > 0) == batch_invariant
+    texts.run(8, 0).run(8, 0)  # to exactly K
+    assert (len(found_for) > 0) == batch_invariant
+    found_for.clear()
     texts.run(1, 1)
-    assert [sorted(lengths)[-2:] for lengths in chosen_for] == SPARSE.num_hidden_layers * [[8, TOPK + 1]]
+    assert [sorted(lengths)[-2:] for lengths in found_for] == SPARSE.num_hidden_layers * [[8, TOPK + 1]]
     for i, logits in enumerate(texts.logits):
         assert error(logits, whole(model, text(40, i))[: len(logits)]) < FP32_ERROR
 
@@ -110,7 +110,7 @@ def theirs(model, tmp_path_factory) -> tuple[DeepseekV3, PreTrainedModel]:
 
 
 def greedy_texts(model: DeepseekV3, tokenizer: Tokenizer, index_format: IndexFormat) -> list[list[int]]:
-    """The new tokens of 4 prompts, of which two are longer than the positions that are chosen, in one batch."""
+    """The new tokens of 4 prompts, of which two have more than K positions, in one batch."""
     engine = Engine(ModelRunner(model, N_PAGES, index_format=index_format), tokenizer)
     requests = [engine.add(text(n, seed), Sampling(GREEDY_TOKENS, ignore_eos=True)) for seed, n in enumerate(N_PROMPT)]
     while engine.has_work:
@@ -156,7 +156,7 @@ def test_a_page_of_keys_in_fp32_has_the_bytes_that_an_engine_counts(model):
     assert counted > ModelRunner.bytes_per_page(model, "float32", runner.max_position)
 
 
-def test_rows_are_chosen_for_in_parts(model, monkeypatch):
+def test_top_k_positions_are_found_in_parts(model, monkeypatch):
     monkeypatch.setattr(attention, "MAX_LOGITS", 700)
     for i, logits in enumerate(read_all(ModelRunner(model, N_PAGES))):
         assert error(logits, whole(model, text(LENGTHS[i], i))) < FP32_ERROR
@@ -198,7 +198,7 @@ def test_drafts_are_the_models(model, batch_invariant):
     assert error(drafts, expected[0]) < FP32_ERROR
 
 
-def test_texts_that_cannot_be_longer_than_the_chosen_keys_have_no_pages_of_the_indexer(model):
+def test_texts_that_cannot_be_longer_than_the_top_k_keys_have_no_pages_of_the_indexer(model):
     assert ModelRunner(replace_topk(model, 64), 1).index is None
     assert ModelRunner(replace_topk(model, 63), 1).index is not None
 
@@ -267,7 +267,7 @@ def alone(tokenizer) -> Callable[[list[int]], list[int]]:
 
 @pytest.fixture(scope="module")
 def greedy() -> dict[int, list[int]]:
-    """The greedy texts of whole forward passes of prompts with more tokens than are chosen, and with fewer."""
+    """The greedy texts of whole forward passes of prompts with more than K tokens, and with fewer."""
     model, found = micro_model(), dict[int, list[int]]()
     for i in (0, 2):
         found[i] = list(PROMPTS[i])

@@ -105,7 +105,7 @@ def logits_of_queries_that_are_not_compressed(rank: int, folder: Path) -> None:
     check_logits(DIRECT, True, False)
 
 
-def logits_of_chosen_positions(rank: int, folder: Path) -> None:
+def logits_of_top_k_positions(rank: int, folder: Path) -> None:
     check_logits(CHOOSING, False, False)
 
 
@@ -436,7 +436,7 @@ WORKS = [
     logits_in_fp8,
     logits_without_batch_invariance,
     logits_of_queries_that_are_not_compressed,
-    logits_of_chosen_positions,
+    logits_of_top_k_positions,
     bits_do_not_depend_on_the_batch,
     logits_of_graphs,
     texts_are_those_of_one_process,

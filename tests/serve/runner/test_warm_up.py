@@ -59,7 +59,7 @@ def test_texts_of_one_position_have_no_batches():
     assert not [*warm_up_batches(300, 6, 1, 50, None)]
 
 
-def test_long_texts_have_more_positions_than_are_chosen():
+def test_long_texts_have_more_positions_than_top_k():
     found = [*warm_up_batches(40, 2, 512, 50, 130)][-3:]
     assert [[chunk.start for chunk in batch.chunks] for batch in found] == [[130, 130], [130], [130, 130]]
     assert [len(batch.chunks[-1].tokens) for batch in found] == [32, 1, 1]
@@ -205,7 +205,7 @@ def routed_shared_experts(rank: int, folder: Path) -> None:
     check(rank, partial(engine_of, ALONE, routed=True, config=THREE_LAYERS))
 
 
-def chosen_positions(rank: int, folder: Path) -> None:
+def top_k_positions(rank: int, folder: Path) -> None:
     config = replace(CHOOSING, num_hidden_layers=2, indexer_types=("full", "shared"), index_topk=66)
     check(rank, partial(engine_of, ALONE, fp8=False, config=config))
 
@@ -234,7 +234,7 @@ WORKS = [
     groups_that_share_their_requests,
     batch_invariant_steps,
     routed_shared_experts,
-    chosen_positions,
+    top_k_positions,
 ]
 
 

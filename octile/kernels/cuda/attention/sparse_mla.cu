@@ -1,4 +1,4 @@
-// Latent attention over chosen positions for Hopper, 64 heads of a query in a thread block: prefill and decoding.
+// Latent attention over top-k positions for Hopper, 64 heads of a query in a thread block: prefill and decoding.
 //
 // Each query has a list of positions. A producer warpgroup gathers their rows into two tiles of 64 keys, a step of 128
 // entries of the list (sparse_rows.cuh), and two consumer warpgroups multiply them by the queries (seesaw.cuh). Entries

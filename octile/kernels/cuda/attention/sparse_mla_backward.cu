@@ -1,4 +1,4 @@
-// Gradients of latent attention over chosen positions for Hopper, 64 heads of a query in a thread block.
+// Gradients of latent attention over top-k positions for Hopper, 64 heads of a query in a thread block.
 //
 //     S = Q · Kᵀ          P = exp2(S − lse)                     of 64 keys; K's first 512 channels are V
 //     dP = dO · Vᵀ        dS = scale · P · (dP − Σ dO · O)

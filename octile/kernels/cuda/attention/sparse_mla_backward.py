@@ -81,18 +81,18 @@ def launch(
     entries = torch.empty(n_latents, at_once, dtype=torch.uint16, device=q.device)
     for first in range(0, rows, at_once):
         part = slice(first, first + at_once)
-        n, chosen = len(q[part]), positions[part]
+        n, top_k = len(q[part]), positions[part]
         key = (n, head_blocks, k, n_latents, q.device)
         prepared = _prepared[key]
         if prepared is None:
             prepared = _prepared[key] = _Prepared(n, head_blocks, k, n_latents, n_sms, q.device)
         entries.view(torch.int16).fill_(-1)  # none
         prepared.find_entries.launch_at(
-            (chosen.data_ptr(), entries.data_ptr(), n, k, positions.stride(0), n_latents)
+            (top_k.data_ptr(), entries.data_ptr(), n, k, positions.stride(0), n_latents)
         )()  # fmt: skip
         prepared.attend.launch_at(
             (latents.data_ptr(), q[part].data_ptr(), o[part].data_ptr(), do[part].data_ptr(), lse[part].data_ptr(),
-             chosen.data_ptr(), dq[part].data_ptr(), partials.data_ptr(), scale, n_heads, n, k, positions.stride(0),
+             top_k.data_ptr(), dq[part].data_ptr(), partials.data_ptr(), scale, n_heads, n, k, positions.stride(0),
              n_latents)
         )()  # fmt: skip
         prepared.add.launch_at((partials.data_ptr(), entries.data_ptr(), dlatents.data_ptr(), n, k, head_blocks))()

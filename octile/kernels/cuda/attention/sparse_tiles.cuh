@@ -1,4 +1,4 @@
-// Rows of chosen positions in BF16, gathered a tile of 64 keys at a time, by a producer warpgroup.
+// Rows of top-k positions in BF16, gathered a tile of 64 keys at a time, by a producer warpgroup.
 //
 // They are copied as in sparse_rows.cuh; there is one tile, whose parts are gathered again as soon as they are released.
 #pragma once

@@ -1,4 +1,4 @@
-// The softmax's weights of chosen positions, added up over the heads, for Hopper: 128 heads of a query in a thread block.
+// The softmax's weights of top-k positions, added up over the heads, for Hopper: 128 heads of a query in a thread block.
 //
 //     S = Q · Kᵀ        w[key] = Σ over heads of exp2(S − lse)
 //

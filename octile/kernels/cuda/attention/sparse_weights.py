@@ -1,4 +1,4 @@
-"""Launcher of Hopper's weights of chosen positions, as `octile.ops.sparse_attention_weights` specifies them.
+"""Launcher of Hopper's weights of top-k positions, as `octile.ops.sparse_attention_weights` specifies them.
 
 Launches follow from shapes and the GPU, not from values, so they can be captured in a CUDA graph; the first call of a
 kind compiles and loads the kernel, which cannot be.

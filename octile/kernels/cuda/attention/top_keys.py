@@ -33,14 +33,14 @@ def launch(logits: Tensor, starts: Tensor, ends: Tensor, k: int) -> Tensor:
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     s, w = logits.shape
-    chosen = torch.empty(s, k, dtype=torch.int32, device=logits.device)
+    top_k = torch.empty(s, k, dtype=torch.int32, device=logits.device)
     constants = plan(s, w, k, logits.dtype, num_sms.multiprocessors(logits.device))
     arguments = (
-        logits.data_ptr(), logits.stride(0) * logits.itemsize, starts.data_ptr(), ends.data_ptr(), chosen.data_ptr(),
+        logits.data_ptr(), logits.stride(0) * logits.itemsize, starts.data_ptr(), ends.data_ptr(), top_k.data_ptr(),
         w, k, starts.stride(0), ends.stride(0), target(constants, k),
     )  # fmt: skip
     launch_kernel("top_keys", constants, logits.device, s, constants["threads"], constants["shared_bytes"], *arguments)
-    return chosen
+    return top_k
 
 
 def plan(rows: int, width: int, k: int, dtype: torch.dtype, n_sms: int) -> dict[str, int | bool]:

@@ -143,8 +143,8 @@ def test_positions_in_pages(n_splits: int, dtype: torch.dtype):
     pages = torch.tensor([[4, 0, 7], [1, 1, 1], [3, -2, 2]], dtype=torch.int32)[:, :3]  # 7 and −2 are no pages
     positions = positions % 192
     is_page = torch.tensor([[True, True, False], [True, True, True], [True, False, True]])
-    chosen = positions.where(is_page.gather(1, (positions // 64).long()), -1)
-    expected = paged_sparse_attention.reference(q.float(), values_of(cache).view(P, 64, 576), pages, chosen, 512, SCALE)
+    top_k = positions.where(is_page.gather(1, (positions // 64).long()), -1)
+    expected = paged_sparse_attention.reference(q.float(), values_of(cache).view(P, 64, 576), pages, top_k, 512, SCALE)
     assert_close(attend(q, cache, positions, n_splits, pages), expected, values_of(cache).abs().amax())
 
 
@@ -183,7 +183,7 @@ def test_nan_is_not_hidden_and_stays_in_its_row(channel: int, n_splits: int, dty
 
 @emulated
 @FORMS
-def test_rows_that_are_not_chosen_are_not_read(dtype: torch.dtype):
+def test_rows_outside_the_top_k_are_not_read(dtype: torch.dtype):
     q, cache, positions = inputs(2, 2, 200, dtype)
     positions[positions == 0] = -1  # the kernel loads row 0 in place of absent FP8 rows, but not its scale
     latents = cache.flatten(0, 1)

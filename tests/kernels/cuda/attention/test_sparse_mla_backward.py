@@ -145,7 +145,7 @@ def test_positions_outside_of_the_latents_are_absent():
 
 
 @emulated
-def test_rows_that_are_not_chosen_have_no_gradient_and_are_not_read():
+def test_rows_outside_the_top_k_have_no_gradient_and_are_not_read():
     given = operands(2, 2, 200)
     before = gradients(given)
     others = torch.ones(T, dtype=torch.bool)
@@ -162,11 +162,11 @@ def test_a_nan_reaches_its_own_head_and_rows_alone():
     before = gradients(given)
     given["do"][1, 1] = math.nan
     dq, dlatents = gradients(given)
-    chosen = torch.zeros(T, dtype=torch.bool)
-    chosen[given["positions"][1][given["positions"][1] >= 0].long()] = True
+    top_k = torch.zeros(T, dtype=torch.bool)
+    top_k[given["positions"][1][given["positions"][1] >= 0].long()] = True
     assert dq.isnan().any(-1).nonzero().tolist() == [[1, 1]]
-    assert torch.equal(dlatents.isnan().any(-1), chosen)
-    assert torch.equal(dlatents[~chosen], before[1][~chosen])
+    assert torch.equal(dlatents.isnan().any(-1), top_k)
+    assert torch.equal(dlatents[~top_k], before[1][~top_k])
 
 
 @emulated

@@ -1,4 +1,4 @@
-"""Hopper's weights of chosen positions in the emulator: the reference's values, whatever the lists."""
+"""Hopper's weights of top-k positions in the emulator: the reference's values, whatever the lists."""
 
 import math
 
@@ -88,7 +88,7 @@ def test_positions_outside_of_the_latents_are_absent():
 
 
 @emulated
-def test_rows_that_are_not_chosen_are_not_read():
+def test_rows_outside_the_top_k_are_not_read():
     q, latents, positions = inputs(2, 2, 200)
     lse = lse_of(q, latents, positions)
     before = weights(q, latents, positions, lse)

@@ -22,7 +22,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 def choose(logits: Tensor, starts: Tensor, ends: Tensor, k: int, seed: int = 0, n_sms: int = 1) -> Tensor:
     s, w = logits.shape
     constants = launcher.plan(s, w, k, logits.dtype, n_sms)
-    chosen = torch.full((s, k), -7, dtype=torch.int32)
+    top_k = torch.full((s, k), -7, dtype=torch.int32)
     emulator.run(
         "top_keys",
         constants,
@@ -30,12 +30,12 @@ def choose(logits: Tensor, starts: Tensor, ends: Tensor, k: int, seed: int = 0, 
         threads=constants["threads"],
         shared_bytes=constants["shared_bytes"],
         arguments=[
-            logits, logits.stride(0) * logits.itemsize, starts, ends, chosen, w, k, starts.stride(0), ends.stride(0),
+            logits, logits.stride(0) * logits.itemsize, starts, ends, top_k, w, k, starts.stride(0), ends.stride(0),
             launcher.target(constants, k),
         ],
         seed=seed,
     )  # fmt: skip
-    return chosen
+    return top_k
 
 
 def assert_as_reference(logits: Tensor, starts: Tensor, ends: Tensor, k: int, **options: int) -> None:
@@ -121,7 +121,7 @@ def test_the_choice_does_not_depend_on_when_threads_run():
 
 
 @pytest.mark.parametrize(("k", "width", "supported"), [(4096, 65536, True), (4097, 4096, True), (4097, 4097, False)])
-def test_up_to_4096_columns_are_chosen(k: int, width: int, supported: bool, monkeypatch: pytest.MonkeyPatch):
+def test_up_to_4096_columns_are_found(k: int, width: int, supported: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(request, "why_not_on", lambda _: None)
     assert (launcher.why_unsupported(torch.empty(2, width, device="meta"), k) is None) == supported
 
