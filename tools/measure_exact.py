@@ -23,8 +23,8 @@ from octile.bench.serve.engine import (
     new_tokens,
     prefill_rows,
     profile_rows,
-    random_weights,
 )
+from octile.bench.serve.random_weights import random_weights
 from octile.serve.runner.model_runner import ModelRunner
 from octile.train.config import TrainConfig, preset
 from octile.train.trainer import Trainer

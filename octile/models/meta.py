@@ -11,12 +11,18 @@ from torch.overrides import TorchFunctionMode
 
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
+from octile.models.names import to_hf
 
 
 def meta_model(config: ModelConfig) -> DeepseekV3:
     """Return the model on the meta device. A process that only needs this loads no compiler."""
     with torch.device("meta"), _NothingDrawn():
         return DeepseekV3(config)
+
+
+def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor of a published checkpoint, by its name."""
+    return {name: tuple(t.shape) for name, t in to_hf(meta_model(config).state_dict(), config).items()}
 
 
 class _NothingDrawn(TorchFunctionMode):

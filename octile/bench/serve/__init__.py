@@ -1,9 +1,10 @@
 """`octile bench serve`: how fast `octile serve` answers.
 
-engine.py     on a GPU, the engine alone with a model of 16B parameters, vs. transformers
-ranks.py      by torchrun, expert-parallel decoding, and nothing else
-endpoint.py   the server with one client, with many, with more than it takes, and with drafts
-peer/         `octile bench serve --peer vllm`: engine and server vs. vLLM's, and nothing else
+engine.py           on a GPU, the engine alone with a model of 16B parameters, vs. transformers
+ranks.py            by torchrun, expert-parallel decoding, and nothing else
+endpoint.py         the server with one client, with many, with more than it takes, and with drafts
+random_weights.py   their models' weights
+peer/               `octile bench serve --peer vllm`: engine and server vs. vLLM's, and nothing else
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from octile.bench import goals
 from octile.bench.goals import BF16_WEIGHTS, DECODE, FP8_WEIGHTS, OVERHEAD, PREFILL, SHARE_OF_PEAK
 from octile.bench.kernel_time import record_kernels
 from octile.bench.rows import Row, compare
+from octile.bench.serve.random_weights import random_weights
 from octile.bench.serve.roofline import (
     Bandwidths,
     DecodedStep,
@@ -36,21 +37,13 @@ from octile.bench.serve.roofline import (
     roofline_rows,
 )
 from octile.bench.step.profile import split
-from octile.checkpoint.fp8_layout import is_stored_in_fp8
-from octile.formats import BLOCK, E4M3
 from octile.models.config import ModelConfig
 from octile.models.flops import bf16_peak, multiply_adds
-from octile.models.meta import meta_model
-from octile.models.names import to_hf
-from octile.scaled import ScaledTensor
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import Sampling
 from octile.serve.runner.batch import Batch, Chunk
 from octile.serve.runner.model_runner import ModelRunner
-from octile.serve.weights.block_weights import Weight
-from octile.serve.weights.head_share import HeadShare
-from octile.serve.weights.weights import ALL_HEADS, ServedWeights, assemble
 from octile.tokenizer import MIN_VOCAB_SIZE, Tokenizer
 from octile.train.step.kernel_records import costs
 
@@ -144,38 +137,6 @@ def _decode(
 def decode_case(shape: Shape, batch: int) -> str:
     """The case of a batch of requests that decode."""
     return goals.decode_case(shape.name, batch)
-
-
-def random_weights(
-    config: ModelConfig, device: torch.device, fp8: bool = True, heads: HeadShare = ALL_HEADS
-) -> ServedWeights:
-    """Make weights as a published FP8 checkpoint has them, with random values, without a copy in high precision.
-
-    Args:
-        config: configuration of the model.
-        device: device of the weights.
-        fp8: whether they stay in FP8; otherwise the same values are converted to BF16.
-        heads: which heads of attention to make.
-    """
-    shapes = {name: tuple(t.shape) for name, t in to_hf(meta_model(config).state_dict(), config).items()}
-    generator = torch.Generator(device).manual_seed(0)
-
-    def read(name: str) -> Weight:
-        shape = shapes[name]
-        if name.endswith("bias"):
-            return torch.zeros(shape, device=device)
-        if len(shape) == 1:
-            return torch.ones(shape, device=device, dtype=torch.bfloat16)
-        values = torch.randn(shape, device=device, generator=generator, dtype=torch.bfloat16)
-        if not is_stored_in_fp8(name, shape):
-            return values * 0.02
-        scale = torch.full([-(-n // side) for n, side in zip(shape, BLOCK, strict=True)], 2.0**-12, device=device)
-        values = (100 * values).clamp_(-E4M3.max, E4M3.max)  # torch casts larger ones to NaN
-        weight = ScaledTensor(values.to(torch.float8_e4m3fn), scale, BLOCK)  # a deviation of 0.024
-        return heads.take(name, weight if fp8 else weight.dequantize(torch.bfloat16))
-
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return assemble(config, dtype, True, read, heads=heads)
 
 
 def decoded_step(runner: ModelRunner, shape: Shape, batch: int) -> tuple[DecodedStep, float | None, list[Row]]:

@@ -23,6 +23,7 @@ from octile.bench.goals import DECODE, expert_parallel_case, group_case, one_ran
 from octile.bench.rows import Row, compare
 from octile.bench.serve import engine as alone
 from octile.bench.serve.engine import Shape
+from octile.bench.serve.random_weights import random_weights
 from octile.parallel.ranks import join, leave, world
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
@@ -59,7 +60,7 @@ def rows(shape: Shape, device: torch.device) -> Iterator[Row]:
 
 def _measure(shape: Shape, device: torch.device, n_ranks: int) -> Iterator[Row]:
     _say(f"making {shape.name} with all experts on each rank")
-    weights = alone.random_weights(shape.config, device)
+    weights = random_weights(shape.config, device)
     pages = 1 + -(-(shape.prompt + alone.new_tokens(shape)) // ModelRunner.page_size)
     sizes = max(shape.batches) * pages, None, max(shape.batches)
     runner = ModelRunner(weights, *sizes, max_step_tokens=0)
@@ -119,7 +120,7 @@ def _measure(shape: Shape, device: torch.device, n_ranks: int) -> Iterator[Row]:
             print(f"left out: heads over ranks: {error}", file=sys.stderr, flush=True)
         return
     tp = TensorParallel.of_consecutive(n_ranks)
-    weights = alone.random_weights(c, device, heads=tp.share)
+    weights = random_weights(c, device, heads=tp.share)
     runner = ModelRunner(ExpertParallelWeights(weights, placement, tp=tp), *sizes, max_step_tokens=0)
     del weights
     for batch in shape.batches:

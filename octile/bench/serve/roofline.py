@@ -21,8 +21,7 @@ from octile.bench.timing import seconds
 from octile.checkpoint.fp8_layout import fp8_specs, is_stored_in_fp8
 from octile.models.config import ModelConfig
 from octile.models.counts import kind_of
-from octile.models.meta import meta_model
-from octile.models.names import to_hf
+from octile.models.meta import checkpoint_shapes
 from octile.plan.hardware import find_gpu
 from octile.serve.engine.engine import Engine
 from octile.serve.model.feed_forward import PARTS, ExpertLoad
@@ -144,11 +143,10 @@ def decode_bytes(
             f"not {experts_read}"
         )
     found = Counter[str]()
-    tensors = to_hf(meta_model(c).state_dict(), c)
     prediction = f"model.layers.{c.num_hidden_layers}."
-    for name, tensor in tensors.items():
+    for name, shape in checkpoint_shapes(c).items():
         if not name.startswith(prediction):
-            found[kind_of(name)] += _weight_bytes(name, tuple(tensor.shape), fp8)
+            found[kind_of(name)] += _weight_bytes(name, shape, fp8)
     if found[ROUTED]:  # experts of one size
         found[ROUTED] = found[ROUTED] // (mixtures * c.n_routed_experts) * experts_read
     found[EMBEDDING] = len(lengths) * c.hidden_size * BF16_BYTES

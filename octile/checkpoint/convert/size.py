@@ -19,8 +19,7 @@ from octile.checkpoint.shards import INDEX, SINGLE, Shards
 from octile.checkpoint.tensor_file import TensorSpec
 from octile.models.config import ModelConfig
 from octile.models.hf_config import MODEL_TYPES as DEEPSEEK
-from octile.models.meta import meta_model
-from octile.models.names import to_hf
+from octile.models.meta import checkpoint_shapes
 from octile.validation import quoted, read_json
 
 MAX_EXPERTS = 65_536  # in all layers, each of three tensors that are named one by one; DeepSeek-V3 has 15,104
@@ -102,8 +101,7 @@ def _check_experts(moe_layers: int, experts: int, key: str) -> None:
 def _from_config(config: ModelConfig, to: Target, keep: Sequence[str]) -> SizePrediction:
     layers = config.num_hidden_layers + config.num_nextn_predict_layers
     _check_experts(layers - config.first_k_dense_replace, config.n_routed_experts, "n_routed_experts")
-    shapes = {name: tuple(t.shape) for name, t in to_hf(meta_model(config).state_dict(), config).items()}
-    return _from_shapes(shapes, config.to_hf(), to, keep)
+    return _from_shapes(checkpoint_shapes(config), config.to_hf(), to, keep)
 
 
 def _from_shapes(

@@ -1,7 +1,6 @@
 """What `octile bench serve` measures of the engine alone, on a CPU and a miniature model."""
 
 from dataclasses import replace
-from math import prod
 
 import pytest
 import torch
@@ -9,9 +8,8 @@ import torch
 from octile.bench.goals import serve_verdicts
 from octile.bench.rows import Row, compare
 from octile.bench.serve import engine, roofline
-from octile.bench.serve.engine import PEER, V2_LITE, Shape, decode_case, random_weights, rows
+from octile.bench.serve.engine import PEER, V2_LITE, Shape, decode_case, rows
 from octile.models.config import ModelConfig
-from octile.scaled import ScaledTensor
 from octile.train.step.kernel_records import KernelRecord
 
 SMALL = Shape(
@@ -104,24 +102,6 @@ def test_a_profiler_without_the_gpu_gives_no_profile(monkeypatch, capsys):
     monkeypatch.setattr(engine, "record_kernels", lambda work: [])
     assert engine.profile_rows("a case", lambda: 1, torch.device("cuda")) == []
     assert "left out: profile of a case" in capsys.readouterr().err
-
-
-def test_layers_are_in_fp8_and_embeddings_are_not():
-    weights = random_weights(SMALL.config, torch.device("cpu"))
-    assert isinstance(weights.blocks[0].attention.o, ScaledTensor)
-    assert not isinstance(weights.head, ScaledTensor)
-
-
-def test_bf16_weights_have_the_values_of_fp8_weights():
-    fp8, bf16 = (random_weights(SMALL.config, torch.device("cpu"), fp8).blocks[1].mlp.down for fp8 in (True, False))
-    assert not isinstance(bf16, ScaledTensor)
-    assert torch.equal(fp8.dequantize(bf16.dtype), bf16)
-
-
-def test_random_weights_have_no_nan(monkeypatch):
-    monkeypatch.setattr(torch, "randn", lambda shape, **options: torch.linspace(-6, 6, prod(shape)).view(shape))
-    weights = random_weights(SMALL.config, torch.device("cpu"))
-    assert not weights.blocks[0].attention.o.dequantize().isnan().any()
 
 
 def test_the_verdicts_of_the_engine():

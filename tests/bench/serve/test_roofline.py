@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octile.bench.serve.engine import random_weights
+from octile.bench.serve.random_weights import random_weights
 from octile.bench.serve.roofline import Bandwidths, copy_row, decode_bytes, experts_read
 from octile.models.config import ModelConfig
 from octile.ops.latent_cache import PAGE

@@ -11,18 +11,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from octile.checkpoint.fp8_layout import is_stored_in_fp8
+from octile.bench.serve.random_weights import random_tensor
 from octile.checkpoint.hugging_face import Weights, write_folder
 from octile.extras import require
 from octile.models.config import ModelConfig
-from octile.models.meta import meta_model
-from octile.models.names import to_hf
+from octile.models.meta import checkpoint_shapes
 from octile.tokenizer import MIN_VOCAB_SIZE, Tokenizer, check_vocab_size
 
 V2_LITE_WIDTH = 11008  # of the dense layer, for 10,944: vLLM takes FP8 weights of SwiGLU in whole blocks of 128 rows
 V2_LITE = replace(ModelConfig.v2_lite_16b(), intermediate_size=V2_LITE_WIDTH, bos_token_id=0, eos_token_id=1)
-DEVIATION = 0.024
-DEVIATION_OF_OTHERS = 0.02  # of embeddings, heads and gates
 
 
 def write_random_folder(
@@ -41,17 +38,10 @@ def write_random_folder(
         ValueError, OSError: as `octile.checkpoint.hugging_face.save`, or the vocabulary is too small.
     """
     tokenizer = letter_tokenizer(config.vocab_size)
-    shapes = {name: tuple(t.shape) for name, t in to_hf(meta_model(config).state_dict(), config).items()}
-    generator = torch.Generator(device).manual_seed(0)
+    shapes, generator = checkpoint_shapes(config), torch.Generator(device).manual_seed(0)
 
     def read(name: str) -> Tensor:
-        shape = shapes[name]
-        if name.endswith("bias"):
-            return torch.zeros(shape, device=device)
-        if len(shape) == 1:
-            return torch.ones(shape, device=device)
-        values = torch.randn(shape, device=device, generator=generator, dtype=torch.bfloat16)
-        return values * (DEVIATION if is_stored_in_fp8(name, shape) else DEVIATION_OF_OTHERS)
+        return random_tensor(name, shapes[name], generator)
 
     with tempfile.TemporaryDirectory() as other:
         tokenizer.save(Path(other))
