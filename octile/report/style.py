@@ -173,6 +173,17 @@ def step_axis(axes: "Axes", last_step: float) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
 
+def key_axis(axes: "Axes", positions: Sequence[float], labels: Sequence[str], **text: Any) -> None:
+    """Style the axes of a heat map's color key, with a label at its beginning, inside, and at its end."""
+    axes.set_xticks(positions, labels, **text)
+    first, *_, last = axes.get_xticklabels()
+    first.set_horizontalalignment("left")
+    last.set_horizontalalignment("right")
+    axes.set_yticks([])
+    axes.tick_params(length=0)
+    axes.spines[:].set_color(COLOR["grid"])
+
+
 def line(axes: "Axes", x: Floats, y: Floats, **style: Any) -> None:
     """Draw a line, or a dot if it has a single point. Long series are thinned without losing peaks."""
     x, y = thin(x, y)

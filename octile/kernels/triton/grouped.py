@@ -31,7 +31,7 @@ def launch(request: GemmRequest) -> Tensor:
     gpu = device_properties(a.data.device)
     mean_rows = triton.cdiv(t, max(groups, 1))
     tile = choose_tile(mean_rows, n, k, max(groups, 1), a.block, b.block, gpu)
-    out = request.new_out() if request.out is None else request.out
+    out = request.output()
     if out.numel() == 0:
         return out
     # each group, and the rows past the last group, end in a tile that may have a single row
@@ -64,7 +64,7 @@ def launch_masked(request: GemmRequest) -> Tensor:
     (groups, m, k), n = a.data.shape, b.data.shape[1]
     gpu = device_properties(a.data.device)
     tile = choose_tile(m, n, k, groups, a.block, b.block, gpu)
-    out = request.new_out() if request.out is None else request.out
+    out = request.output()
     if out.numel() == 0:
         return out
     grid = (groups * triton.cdiv(m, tile["TILE_M"]) * triton.cdiv(n, tile["TILE_N"]),)
@@ -93,7 +93,7 @@ def launch_wgrad(request: GemmRequest) -> Tensor:
     (n, t), k, groups = a.data.shape, b.data.shape[0], request.sizes.shape[0]
     gpu = device_properties(a.data.device)
     tile = choose_tile(n, k, t, groups, a.block, b.block, gpu)
-    out = request.new_out() if request.out is None else request.out
+    out = request.output()
     if out.numel() == 0:
         return out
     grid = (groups * triton.cdiv(n, tile["TILE_M"]) * triton.cdiv(k, tile["TILE_N"]),)

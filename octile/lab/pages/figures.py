@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from octile.report.style import COLOR, style_axes
+from octile.report.style import COLOR, key_axis, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -98,15 +98,9 @@ def _draw_key(axes: Axes) -> None:
         snr = SNR_DEEPEST + number * SNR_STEP
         _shade(axes, (snr - 0.96 * half, 0), 0.96 * SNR_STEP, 1.0, snr)
     axes.set_xlim(SNR_DEEPEST - half, SNR_PALEST + half)
-    ticks = {SNR_DEEPEST: f"≤ {SNR_DEEPEST:g} dB", SNR_PALEST: f"≥ {SNR_PALEST:g} dB"}
     middle = (SNR_DEEPEST + SNR_PALEST) / 2
-    axes.set_xticks([*ticks, middle], [*ticks.values(), f"{middle:g} dB"], fontsize=10)
-    left, right, _ = axes.get_xticklabels()
-    left.set_horizontalalignment("left")
-    right.set_horizontalalignment("right")
-    axes.set_yticks([])
-    axes.tick_params(length=0)
-    axes.spines[:].set_color(COLOR["grid"])
+    labels = f"≤ {SNR_DEEPEST:g} dB", f"{middle:g} dB", f"≥ {SNR_PALEST:g} dB"
+    key_axis(axes, [SNR_DEEPEST, middle, SNR_PALEST], labels, fontsize=10)
 
 
 def _shade(axes: Axes, corner: tuple[float, float], width: float, height: float, snr: float) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from octile.report.run.metrics import Floats, Record, Run, last_known, smooth
-from octile.report.style import COLOR, label_ends, line, step_axis, style_axes
+from octile.report.style import COLOR, key_axis, label_ends, line, step_axis, style_axes
 from octile.text import format_quantity, superscript
 
 if TYPE_CHECKING:
@@ -87,13 +87,7 @@ def draw_load(figure: "Figure", run: Run) -> None:
                   va="baseline", color=COLOR["muted"])  # fmt: skip
     ramp = np.linspace(-math.log2(SPAN), math.log2(SPAN), 101)[None]
     key.imshow(_tint(2**ramp), aspect="auto", interpolation="none", extent=(0, 1, 0, 1))
-    key.set_xticks([0, 0.5, 1], [f"{1 / SPAN:g}× or less", "the mean", f"{SPAN:g}× or more"])
-    left, _, right = key.get_xticklabels()
-    left.set_horizontalalignment("left")
-    right.set_horizontalalignment("right")
-    key.set_yticks([])
-    key.tick_params(length=0)
-    key.spines[:].set_color(COLOR["grid"])
+    key_axis(key, [0, 0.5, 1], [f"{1 / SPAN:g}× or less", "the mean", f"{SPAN:g}× or more"])
 
 
 def caption_load(run: Run) -> str:

@@ -122,7 +122,7 @@ def test_a_color_means_the_same_snr_in_every_heat_map():
 
 def test_a_heat_map_has_a_legend_with_the_ends_of_its_scale():
     colors, legend = shades(Heat(["a"], ["1", "2", "3", "4"], [[-3.0, 10.0, 40.0, 60.0]]))
-    assert legend == ["≤ 10 dB", "≥ 40 dB", "25 dB"]
+    assert legend == ["≤ 10 dB", "25 dB", "≥ 40 dB"]
     assert colors["-3.0"] == colors["10.0"] > colors["40.0"] == colors["60.0"]
 
 

@@ -95,7 +95,7 @@ def _guards(tensors: list[Tensor]) -> TensorGuards:
 
 def launch(request: GemmRequest) -> Tensor:
     """Launch a request that is checked and supported on the current stream of its GPU, and return its result."""
-    out = request.new_out() if request.out is None else request.out
+    out = request.output()
     if out.numel() == 0:
         return out
     if request.a.data.numel() == 0 or request.b.data.numel() == 0:  # K is empty

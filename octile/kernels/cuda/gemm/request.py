@@ -87,9 +87,9 @@ class GemmRequest:
             return (*self.sizes.shape, a.shape[1], b.shape[1])
         return (*a.shape[:-1], b.shape[-2])
 
-    def new_out(self) -> Tensor:
-        """An empty tensor for the result."""
-        return self.a.data.new_empty(self.out_shape(), dtype=self.out_dtype)
+    def output(self) -> Tensor:
+        """The tensor that takes the result: `out`, or a new one."""
+        return self.a.data.new_empty(self.out_shape(), dtype=self.out_dtype) if self.out is None else self.out
 
     def scale_kinds(self) -> tuple[Scales, Scales]:
         """Return the kind of block of each operand.
