@@ -12,7 +12,7 @@ from torch.autograd import Function
 import octile.models
 import octile.nn
 import octile.optim
-from octile.integrations.transformers import _Transposed
+from octile.integrations.transformers import _TransposedCopy
 from octile.nn import MHA, MLA, MLP, Gate, Linear, MoE, RMSNorm, functional, pre_norm
 from octile.nn.conversion import apply_recipe
 from octile.nn.deferred_wgrad import DeferrableLinears
@@ -128,7 +128,7 @@ RIGHT = {  # tested here, in test_gate.py, and in fused/: test_elementwise.py, t
     "_RotateHalves",
     "_SequenceBalance",
     "_SwiGLU",
-    "_Transposed",
+    "_TransposedCopy",
     "_Wait",
     "_WeightedCombine",
 }
@@ -161,7 +161,7 @@ def test_every_function_has_a_case():
 
 def test_second_derivatives_of_a_transposed_copy():
     weight_EKN = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
-    torch.autograd.gradgradcheck(lambda w: _Transposed.apply(w) ** 3, weight_EKN)
+    torch.autograd.gradgradcheck(lambda w: _TransposedCopy.apply(w) ** 3, weight_EKN)
 
 
 @pytest.mark.parametrize("name", RAISING)

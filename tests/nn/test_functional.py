@@ -515,11 +515,12 @@ def test_main_grad_accumulates_the_gradient_instead_of_grad(name, x, w, dy):
 
 
 @every_recipe
-def test_main_grad_of_experts_accumulates_the_gradient_instead_of_grad(name, x, w_GNK, dy, offs):
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+def test_main_grad_of_experts_accumulates_the_gradient_instead_of_grad(name, transposed, x, w_GNK, dy, offs):
     recipe = Recipe.named(name)
     grouped_linear(x, w_GNK, offs, recipe, history_of(recipe)).backward(dy)
     expected, w_GNK.grad = w_GNK.grad, None
-    w_GNK.main_grad = torch.ones_like(w_GNK)
+    w_GNK.main_grad = torch.ones(len(COUNTS), K, N).mT if transposed else torch.ones_like(w_GNK)
     grouped_linear(x, w_GNK, offs, recipe, history_of(recipe)).backward(dy)
     assert w_GNK.grad is None
     assert torch.equal(w_GNK.main_grad, 1 + expected)

@@ -77,15 +77,18 @@ def wgrad(
     Args:
         dy, x: [T, N] and [T, K], quantized along the tokens.
         offs: the end of each expert's tokens among these T; None: a dense layer.
-        main_grad: float32 of the weight's shape, or None.
+        main_grad: float32 of the weight's shape, or None. That of experts may be the transpose of contiguous memory.
     """
-    if main_grad is None or not (offs is None or main_grad.is_contiguous()):
+    swaps = main_grad is not None and offs is not None and dy.block == x.block and main_grad.mT.is_contiguous()
+    if main_grad is None or not (offs is None or swaps or main_grad.is_contiguous()):
         # FP16 could overflow before it is unscaled; a BF16 result is rounded once, when the GEMM stores it
         out_dtype = torch.bfloat16 if main_grad is None and dtype == torch.bfloat16 else torch.float32
         dw = scaled_matmul_nt(dy.mT, x.mT, out_dtype) if offs is None else grouped_wgrad(dy, x, offs, out_dtype)
         return high_precision.into_main_grad(dw, dtype, main_grad)
     if offs is None:
         scaled_matmul_nt(dy.mT, x.mT, out=main_grad, accumulate=True)
+    elif swaps:
+        grouped_wgrad(x, dy, offs, out=main_grad.mT, accumulate=True)
     else:
         grouped_wgrad(dy, x, offs, out=main_grad, accumulate=True)
     return None
