@@ -5,10 +5,11 @@
 V3's size needs PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in 80 GB.
 
 The passes are those of `tools.measure_pair`, with the experts that one of two ranks has there; all tokens go to them.
-An exchange takes the given milliseconds on a stream of its own, and moves nothing. GEMMs leave it as many SMs as to an
-exchange of kernels, for as long as it takes. With a delay the pair takes longer
-than without one by what is exposed: each line has that as a share of the sum of the delays. The times are those of
-events around the pair's CUDA graph.
+An exchange takes about the given milliseconds on a stream of its own, and moves nothing. GEMMs leave it as many SMs as
+to an exchange of kernels, for as long as it takes. With a delay the pair takes longer than without one by what is
+exposed, and by what GEMMs lose on fewer SMs: each line has both as a share of the sum of the delays. The pair's time is
+that of events around its CUDA graph. A delay's is the mean of a profile of further replays: the kernel counts cycles,
+which take longer where GEMMs lower the GPU's clock.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
 
+from octile.bench.kernel_time import record_kernels
 from octile.kernels.cuda.gemm import num_sms as gemm_sms
 from octile.kernels.triton.launch_config import PEER_SMS_OVERLAPPED
 from octile.models.deepseek_v3 import DeepseekV3
@@ -29,7 +31,7 @@ from octile.nn.conversion import apply_recipe
 from octile.nn.dispatcher import InFlight, LocalDispatcher
 from octile.nn.moe import MoE
 from octile.recipe import Recipe
-from tools.measure_pair import LAYERS, ROUNDS, SIZES, TOKENS, WAYS, Passes, capture, clear, replay, times, warm_up
+from tools.measure_pair import LAYERS, MARK, ROUNDS, SIZES, TOKENS, WAYS, Passes, capture, clear, replay, times, warm_up
 
 FLOPS_PER_MS = 1e12  # of GEMMs in FP8 on the SMs that are left, at most
 
@@ -57,7 +59,7 @@ class DelayedDispatcher(LocalDispatcher):
 
 
 class Exchanges:
-    """Delays on a stream of their own, and how many have begun."""
+    """Delays on a stream of their own, and how many have begun. Without a delay nothing is launched."""
 
     def __init__(self) -> None:
         self.stream, self.ms, self.begun = torch.cuda.Stream(priority=-1), 0.0, 0
@@ -71,12 +73,13 @@ class Exchanges:
 
     def begin(self) -> Callable[[], None]:
         self.begun += 1
+        if not self.ms:  # all SMs are the GEMMs'
+            return lambda: None
         start, end = torch.cuda.Event(), torch.cuda.Event()
         start.record()
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(start)
-            if self.ms:
-                torch.cuda._sleep(int(self.ms * self._cycles_per_ms))
+            torch.cuda._sleep(int(self.ms * self._cycles_per_ms))
             end.record()
         restore_gemms = gemm_sms.leave_free(PEER_SMS_OVERLAPPED, FLOPS_PER_MS * self.ms)
 
@@ -85,6 +88,12 @@ class Exchanges:
             restore_gemms()
 
         return arrive
+
+
+def delay_ms(graphs: list[torch.cuda.CUDAGraph]) -> float:
+    """The ms that a delay takes in replays, on average."""
+    delays = [kernel.duration for kernel in record_kernels(lambda: times(graphs)) if MARK in kernel.name]
+    return fmean(delays) / 1e3
 
 
 def main(size: str, delays: Sequence[float]) -> None:
@@ -121,13 +130,14 @@ def main(size: str, delays: Sequence[float]) -> None:
             graphs = capture(passes, way, requests)
             replay(graphs)
             found = median([ms for _ in range(ROUNDS) for ms in times(graphs)])
-            line = f"{size}, {way}, {of_pair} exchanges of {exchanges.ms:g} ms: {found:.2f} ms"
+            print(f"{size}, {way}, {of_pair} exchanges of {exchanges.ms:g} ms: {found:.2f} ms", end="", flush=True)
             if exchanges.ms:
-                total = of_pair * exchanges.ms
-                line += f", {found - without[way]:+.2f}: {(found - without[way]) / total:.1%} of {total:.1f} ms exposed"
+                more, each = found - without[way], delay_ms(graphs)
+                total = of_pair * each
+                print(f", {more:+.2f}: {more / total:.1%} of {total:.1f} ms exposed, {each:.3f} each", flush=True)
             else:
                 without[way] = found
-            print(line, flush=True)
+                print(flush=True)
             del graphs
 
 
