@@ -6,9 +6,9 @@
 Each phase is a run of octile's trainer in the same processes: `alone` on one GPU without a pipeline, `both` on one GPU
 that has both stages of a folded pipeline (each rank on its own, at the same time), a schedule on two GPUs, captured in
 CUDA graphs; after `eager-` launched kernel by kernel, after `torch-` run by torch's executor
-(`torch.distributed.pipelining`), which launches kernel by kernel, too. A line has the tokens/s of the steps after
-warm-up and capture, relative to `alone`; how long the host takes to launch a step, per action of the schedule, and for
-its graphs alone (the rest is the batch's tokens, and Python); and the most memory.
+(`torch.distributed.pipelining`), which launches kernel by kernel, too. A line has the layers of the stages; the
+tokens/s of the steps after warm-up and capture, relative to `alone`; how long the host takes to launch a step, per
+action of the schedule, and for its graphs alone (the rest is the batch's tokens, and Python); and the most memory.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from octile.train.config import ParallelConfig, TrainConfig, preset
 from octile.train.step.captured import why_eager
 from octile.train.strategy import single
 from octile.train.strategy.make import make_strategy
+from octile.train.strategy.pipeline_layout import make_pipeline_schedule
 from octile.train.strategy.pipelined import PipelinedStrategy
 from octile.train.strategy.rank_mesh import RankMesh
 from octile.train.strategy.single import Strategy
@@ -43,6 +44,24 @@ from tools.measure_ranks import random_store
 
 MICRO_BATCHES, WARM_UP, STEPS = 16, 5, 5
 TORCH = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+
+
+def config_of(phase: str, config: TrainConfig, n_ranks: int) -> TrainConfig:
+    """Return the configuration of a phase.
+
+    Raises:
+        ValueError: there is no such phase, or its schedule does not fit the ranks, the layers or the micro-batches.
+    """
+    how, _, schedule = phase.rpartition("-")
+    if phase in ("alone", "both"):
+        return config
+    if how not in ("", "eager", "torch") or (how == "torch" and schedule not in TORCH):
+        raise ValueError(f"a phase must be alone, both, or a schedule, also after eager- or torch-, not {phase}")
+    if n_ranks == 1:
+        raise ValueError(f"phase {phase} needs --nproc-per-node 2: one rank can run alone and both")
+    found = replace(config, parallel=ParallelConfig(pp=n_ranks, schedule=schedule))  # type: ignore[arg-type]
+    make_pipeline_schedule(found)
+    return found
 
 
 def both_stages(config: TrainConfig, device: torch.device, recipe: Any, ranks: Ranks) -> Strategy:
@@ -88,24 +107,23 @@ def timed_replays() -> Iterator[list[float]]:
 
 def measure(phase: str, config: TrainConfig, ranks: Ranks, device: torch.device) -> tuple[float, str]:
     """Return the tokens/s of a phase, and a line about it."""
-    how, _, schedule = phase.rpartition("-")
+    how = phase.rpartition("-")[0]
     alone = phase in ("alone", "both")
     trainer_module.make_strategy = both_stages if phase == "both" else make_strategy
     if how:
         single.why_eager = lambda *_: f"the phase is {phase}"
     else:
         single.why_eager = why_eager
-    if not alone:
-        config = replace(config, parallel=ParallelConfig(pp=ranks.size, schedule=schedule))
     store = random_store(config.model.vocab_size, 4 * config.batch_size * config.sequence_length)
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     trainer = Trainer(config, store, device, ranks=Ranks.alone() if alone else ranks)
-    actions = 1
+    actions, stages = 1, ""
     if isinstance(trainer.strategy, PipelinedStrategy):
         pipeline = trainer.strategy.pipelined._pipeline
         actions = len(pipeline.schedule.actions[pipeline.rank])
+        stages = f"stages of {[len(layers) for layers in trainer.strategy._layers]} layers, "
         if how == "torch":
             pipeline.step = by_torch(pipeline, device)  # type: ignore[assignment]
     losses = [trainer.step()["loss"] for _ in range(WARM_UP)]
@@ -121,7 +139,8 @@ def measure(phase: str, config: TrainConfig, ranks: Ranks, device: torch.device)
     captured = trainer.captured is not None and trainer.captured.is_captured
     tokens = config.batch_size * config.sequence_length
     line = (
-        f"{tokens / seconds:,.0f} tokens/s, {1e3 * seconds:.1f} ms a step of {tokens:,} tokens, captured {captured}; "
+        f"{stages}{tokens / seconds:,.0f} tokens/s, {1e3 * seconds:.1f} ms a step of {tokens:,} tokens, "
+        f"captured {captured}; "
         f"the host launches it in {1e3 * host:.2f} ms, {1e6 * host / actions:.1f} µs for each of {actions} actions, "
         f"of which its graphs {1e3 * sum(replays) / STEPS:.2f} ms; "
         f"peak {torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0:.2f} GiB; "
@@ -142,12 +161,14 @@ def main(name: str, phases: Sequence[str]) -> None:
         dist.init_process_group(device_id=device if device.type == "cuda" else None)
     batch_size = MICRO_BATCHES * base.micro_batch_size
     config = replace(base, batch_size=batch_size, micro_batches=MICRO_BATCHES, val_sequences=2)
+    configs = {phase: config_of(phase, config, ranks.size) for phase in phases}
     of_alone: float | None = None
     for phase in phases:
-        speed, line = measure(phase, config, ranks, device)
+        speed, line = measure(phase, configs[phase], ranks, device)
         of_alone = speed if phase == "alone" else of_alone
         relative = "" if of_alone is None else f"{speed / of_alone:.3f} × alone, "
-        print(f"{name} {phase}, rank {dist.get_rank()}: {relative}{line}", flush=True)
+        sys.stdout.write(f"{name} {phase}, rank {dist.get_rank()}: {relative}{line}\n")  # in one: both ranks write
+        sys.stdout.flush()
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
