@@ -122,7 +122,8 @@ class Job:
     Attributes:
         name: the stem of its files' names.
         changes: what differs from the usual configuration: fields of `OptimConfig` and `ModelConfig`, and batch_size,
-            with which as many tokens take another number of steps.
+            with which as many tokens take another number of steps. A larger batch is divided into micro-batches of the
+            usual size, so that two runs still fit on a GPU.
         after: the job from whose weights and moments it continues; empty if it starts from scratch.
         until: the share of the steps after which it ends; a trunk then saves its weights and moments.
     """
@@ -154,7 +155,7 @@ class Job:
         own = {name: self.changes[name] for name in self.changes if hasattr(config.optim, name)}
         shape = {name: value for name, value in self.changes.items() if name not in (*own, "batch_size")}
         steps = max(1, round(config.steps * config.batch_size / batch))
-        config = replace(config, batch_size=batch, steps=steps)
+        config = replace(config, batch_size=batch, micro_batches=max(1, batch // config.batch_size), steps=steps)
         return replace(config, optim=replace(config.optim, **own), model=replace(config.model, **shape))
 
     def to_json(self) -> dict[str, Any]:

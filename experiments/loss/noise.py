@@ -22,13 +22,15 @@ from octile.bench.rows import align_columns
 Result = dict[str, Any]
 
 
+def averaged_loss(run: Result) -> float:
+    """Return the loss of the averaged weights over the held-out windows; NaN if there is none."""
+    losses = run.get("averaged_window_loss")
+    return statistics.fmean(losses) if losses else math.nan
+
+
 def averaged_gap(run: Result, base: Result) -> float:
     """Return the gap of the averaged weights over the held-out windows; NaN if one has none."""
-    losses = run.get("averaged_window_loss"), base.get("averaged_window_loss")
-    if not all(losses):
-        return math.nan
-    a, b = (statistics.fmean(loss) for loss in losses if loss)
-    return a / b - 1
+    return averaged_loss(run) / averaged_loss(base) - 1
 
 
 def pairs_of(r: Results, design: str) -> list[tuple[Result, Result]]:
@@ -49,19 +51,19 @@ def design_table(r: Results) -> str:
     """Format the deviations of each design with at least two pairs."""
     names = ["design", "pairs", "evaluated", "mean gap", "deviation", "its error", "gaps", "BF16's losses"]
     rows = [names]
-    evaluated: Mapping[str, Callable[[Result, Result], float]] = {
-        "the last weights": lambda run, base: gap(run, base)[0],
-        "the averaged weights": averaged_gap,
+    evaluated: Mapping[str, tuple[Callable[[Result, Result], float], Callable[[Result], float]]] = {
+        "the last weights": (lambda run, base: gap(run, base)[0], lambda base: base["val_loss"][-1]),
+        "the averaged weights": (averaged_gap, averaged_loss),
     }
     for design in DESIGNS:
         pairs = pairs_of(r, design)
-        for weights, measured in evaluated.items():
+        for weights, (measured, loss) in evaluated.items():
             gaps = [measured(*pair) for pair in pairs]
             if len(gaps) < 2 or any(map(math.isnan, gaps)):
                 continue
             deviation, error = statistics.stdev(gaps), 1 / math.sqrt(2 * (len(gaps) - 1))
             each = ", ".join(f"{one:+.2%}" for one in gaps)
-            levels = ", ".join(f"{base['val_loss'][-1]:.3f}" for _, base in pairs)
+            levels = ", ".join(f"{loss(base):.3f}" for _, base in pairs)
             rows.append([
                 design, str(len(gaps)), weights, f"{statistics.fmean(gaps):+.2%}", f"{deviation:.2%}", f"{error:.0%}",
                 each, levels,
@@ -70,19 +72,26 @@ def design_table(r: Results) -> str:
 
 
 def fall_table(r: Results) -> str:
-    """Format when the loss of each run of the scan and of each pair falls below STEEP."""
+    """Format when the loss of each run of the scan and of each pair falls below STEEP, and which have not ended."""
     rows = [["runs", f"step at which the loss is below {STEEP}, by seed", "held-out loss"]]
     for name in SCANS:
-        runs = [x for key, x in sorted(r.all.items()) if key.startswith(f"noise-scan-{name}-") and x.get("val_loss")]
+        runs = [x for key, x in sorted(r.all.items()) if key.startswith(f"noise-scan-{name}-") and x.get("steps")]
         if runs:
             steps = ", ".join(step_below(run, STEEP) for run in runs)
-            rows.append([f"scan, {name}", steps, ", ".join(f"{run['val_loss'][-1]:.3f}" for run in runs)])
+            rows.append([f"scan, {name}", steps, ", ".join(_last_loss(run) for run in runs)])
     for design in DESIGNS:
         for run, base in pairs_of(r, design):
             steps = ", ".join(step_below(x, STEEP) for x in (base, run))
-            losses = ", ".join(f"{x['val_loss'][-1]:.3f}" for x in (base, run))
+            losses = ", ".join(_last_loss(x) for x in (base, run))
             rows.append([f"{design}, seed {base['job']['seed']}, BF16 and FP8", steps, losses])
     return align_columns(rows, right=set())
+
+
+def _last_loss(run: Result) -> str:
+    """Return the last held-out loss of a run, with its state and step unless it is done."""
+    last = f"{run['val_loss'][-1]:.3f}" if run.get("val_loss") else "–"
+    at = run["val_steps"][-1] if run.get("val_loss") else run["steps"][-1]
+    return last if run["state"] == "done" else f"{last} ({run['state']}, step {at:,})"
 
 
 if __name__ == "__main__":

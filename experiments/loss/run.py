@@ -2,8 +2,8 @@
 
     python -m experiments.loss.run STORE OUT --seconds 1080            runs experiments.loss.jobs until the deadline
     python -m experiments.loss.run STORE OUT --state                   prints the state of the jobs
-    python -m experiments.loss.run STORE OUT --known FOLDER …          skips jobs whose results the folder has
-    python -m experiments.loss.run STORE OUT --jobs rate-bf16-2 …      runs only these and those that they continue from
+    python -m experiments.loss.run STORE OUT --known FOLDER            skips jobs whose results the folder has
+    python -m experiments.loss.run STORE OUT --jobs rate-bf16-2,…      runs only these and those that they continue from
 
 Each run has its own process. A GPU has one run, or `--share` runs if all are of the groups or sizes that `--together`
 names. Jobs start in the order of the list, or of `--jobs`. A job that would not end in time, judged by the speed of

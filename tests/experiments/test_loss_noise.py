@@ -31,6 +31,11 @@ def test_a_design_has_the_deviation_of_its_gaps(results):
     assert row.split()[-6:] == ["0.71%", "71%", "+0.50%,", "-0.50%", "2.000,", "2.000"]
 
 
+def test_the_losses_of_averaged_weights_stand_beside_their_gaps(results):
+    row = next(line for line in design_table(results).splitlines() if "the averaged weights" in line)
+    assert row.split()[-4:] == ["+0.51%,", "-0.51%", "1.950,", "1.950"]
+
+
 def test_designs_that_have_not_run_have_no_row(results):
     assert {line.split()[0] for line in design_table(results).splitlines()[1:] if line.strip("- ")} == {"usual"}
 
@@ -39,6 +44,14 @@ def test_the_scan_and_each_pair_say_when_the_loss_falls(results):
     lines = fall_table(results).splitlines()
     assert any("scan, double-rate" in line and "40" in line and "3.000" in line for line in lines)
     assert any("usual, seed 1, BF16 and FP8" in line and "40, 40" in line for line in lines)
+
+
+def test_a_run_of_the_scan_that_has_not_ended_says_so(results):
+    for seed, state, val_loss in ((0, "done", [3.0]), (1, "diverged", [9.5]), (2, "failed", [])):
+        run = result(f"noise-scan-muon-30m-bf16-{seed}", "noise-scan", "bf16", seed, 3.0)
+        results.all[run["job"]["name"]] = run | {"state": state, "val_loss": val_loss}
+    line = next(line for line in fall_table(results).splitlines() if "scan, muon" in line)
+    assert line.split(maxsplit=5)[-1].strip() == "3.000, 9.500 (diverged, step 40), – (failed, step 40)"
 
 
 def test_a_loss_that_never_falls_has_no_step(results):
@@ -58,9 +71,10 @@ def test_each_design_and_seed_is_a_job(group, n):
     assert len({job.name for job in all_jobs() if job.group == group}) == n
 
 
-def test_another_batch_takes_as_many_tokens():
+def test_another_batch_takes_as_many_tokens_in_the_same_micro_batches():
     configs = [job.config() for job in all_jobs() if job.group == "noise"]
     assert len({config.batch_size for config in configs}) == 2
+    assert len({config.micro_batch_size for config in configs}) == 1
     assert len({config.steps * config.batch_size for config in configs}) == 1
 
 
