@@ -15,7 +15,7 @@ HANGS = {  # options, how rank 1 hangs, where it was last seen, and where rank 0
     "agreement of a pipeline": (
         PIPELINE,
         "hang before a step",
-        "step 2: results of step 2",
+        "step 2",  # which is launched, and not collected
         "step 3: agreement on the micro-batches",
     ),
 }

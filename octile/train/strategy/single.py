@@ -134,8 +134,10 @@ class Strategy:
             name for name, _ in self.model.named_modules()
         }
         exceptions = [e for e in recipe.exceptions if any(fnmatchcase(name, e[0]) for name in converted)]
-        if converted:  # the last stage of a pipeline may have only the head
+        if converted:
             apply_recipe(self.model, replace(recipe, exceptions=tuple(exceptions)))
+        else:  # the last stage of a pipeline may have only the head
+            self.model.adapt_to(recipe)
         self.model.conversion_summary = self.whole.conversion_summary
 
     def save_activations(self, saves: bool) -> None:

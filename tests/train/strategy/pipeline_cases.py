@@ -16,6 +16,7 @@ import torch.distributed as dist
 from octile.checkpoint import DistributedCheckpoints, ShardedCheckpoint, load_checkpoint, save_checkpoint
 from octile.checkpoint.hugging_face import save
 from octile.nn.delayed_scaling import amax_histories
+from octile.nn.linear import BatchInvariantHead
 from octile.parallel.ranks import Ranks, join, leave
 from octile.recipe import Recipe
 from octile.train.config import OptimConfig, ParallelConfig, TrainConfig
@@ -326,15 +327,17 @@ def check_late(store: TokenStore, ranks: Ranks, schedule: str, dp: int = 1) -> N
 
 
 def check_head_alone(store: TokenStore, ranks: Ranks) -> None:
-    """The last stage may have only the head, and so no layer that a recipe converts."""
-    model = replace(MODEL, num_nextn_predict_layers=0)
+    """The last stage may have only the head, and so no layer that a recipe converts; the head has the recipe's form."""
+    model = replace(MODEL, num_nextn_predict_layers=0, moe_intermediate_size=128)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipelined, "pipeline_layers", lambda *_: [range(4), range(4, 4)])
         alone, own = trainers(store, ranks, model=model, recipe="delayed")
+        exact = of_ranks(store, ranks, model=model, recipe="exact")
     lines, expected = steps(own, 2), steps_of_one_process(ranks, alone, 2)
     assert lines[0]["loss"] == expected[0]["loss"]
     assert lines[1]["loss"] == pytest.approx(expected[1]["loss"], rel=2e-2)
     assert own.model.conversion_summary.converted
+    assert isinstance(exact.model.lm_head, BatchInvariantHead) != ranks.is_first
 
 
 def cases(world: int) -> dict[str, object]:
