@@ -40,15 +40,23 @@ PRELOADED = (
 
 
 def run_cases(cases: Mapping[str, Callable[[], None]], folder: str, rank: int) -> None:
-    """Run all cases as one rank, and write what went wrong in each."""
-    failures = {}
+    """Run all cases as one rank, and write what went wrong in each, also if a later one ends the process."""
+    failures = dict.fromkeys(cases, "it was not begun")
     for name, case in cases.items():
-        failures[name] = ""
+        failures[name] = "it did not end"
+        _write_failures(failures, folder, rank)
         try:
             case()
+            failures[name] = ""
         except (Exception, pytest.fail.Exception):
             failures[name] = traceback.format_exc()
-    torch.save(failures, Path(folder) / f"{rank}.pt")
+    _write_failures(failures, folder, rank)
+
+
+def _write_failures(failures: Mapping[str, str], folder: str, rank: int) -> None:
+    partial_file = Path(folder) / f"{rank}.part"
+    torch.save(failures, partial_file)
+    partial_file.rename(Path(folder) / f"{rank}.pt")
 
 
 def _read_failures(folder: str | Path, world: int) -> Failures:
