@@ -109,16 +109,20 @@ class RunRecorder:
     def saved_on_failure(self) -> Iterator[None]:
         """Record the steps that are not collected yet if an exception leaves the context, as far as that is possible.
 
-        A loss or gradients that are not finite are recorded as the reason why the run stopped, for its report.
+        Several ranks collect them only if all have the exception: one alone would wait for the others. A loss or
+        gradients that are not finite, which all ranks find, are recorded as the reason why the run stopped, for its
+        report.
         """
         try:
             yield
         except Exception as error:
-            self.trainer.ranks.announce_failure()
-            if isinstance(error, TimeoutError):  # of a rank that waited for another one long enough
+            ranks, is_not_finite = self.trainer.ranks, isinstance(error, FloatingPointError)
+            ranks.announce_failure()
+            if isinstance(error, TimeoutError):  # of a GPU that the host waited for long enough
                 raise
             with suppress(Exception):  # the disk may be full, or the GPU may have failed
-                self.record(self.trainer.collect())
-                if isinstance(error, FloatingPointError):
+                if ranks.size == 1 or is_not_finite:
+                    self.record(self.trainer.collect())
+                if is_not_finite:
                     self.metrics.write({"step": self.trainer.steps_done + 1, "stopped": str(error)})
             raise

@@ -167,8 +167,10 @@ def test_a_pickle_that_another_process_has_left_in_the_store_runs_no_code(argume
         assert ended.statuses == [0, 0]
 
 
-def test_an_exception_of_one_rank_ends_all(arguments, tmp_path: Path):
-    ended = train(tmp_path, *arguments, "--steps=4", f"--out={tmp_path / 'run'}", fault="error")
+@pytest.mark.parametrize("environment", [NOTHING, {bad_rank.AHEAD: "1"}], ids=["collected", "launched ahead"])
+def test_an_exception_of_one_rank_ends_all(arguments, tmp_path: Path, environment: Mapping[str, str]):
+    arguments = [*arguments, "--steps=4", "--checkpoint-every=0", "--parallel.timeout=20", f"--out={tmp_path / 'run'}"]
+    ended = train(tmp_path, *arguments, fault="error", environment=environment)
     assert ended.statuses == [1, 1]
     ((), (line,)) = ended.lines
     assert line.startswith("octile: rank 1: ValueError: a fault that only this rank has")
