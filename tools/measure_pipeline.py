@@ -6,9 +6,11 @@
 Each phase is a run of octile's trainer in the same processes: `alone` on one GPU without a pipeline, `both` on one GPU
 that has both stages of a folded pipeline (each rank on its own, at the same time), a schedule on two GPUs, captured in
 CUDA graphs; after `eager-` launched kernel by kernel, after `torch-` run by torch's executor
-(`torch.distributed.pipelining`), which launches kernel by kernel, too. A line has the layers of the stages; the
-tokens/s of the steps after warm-up and capture, relative to `alone`; how long the host takes to launch a step, per
-action of the schedule, and for its graphs alone (the rest is the batch's tokens, and Python); and the most memory.
+(`torch.distributed.pipelining`), which launches kernel by kernel, too.
+
+A line has the layers of the stages; the tokens/s of the steps after warm-up and capture, relative to `alone`; how long
+the host takes to launch a step, per action of the schedule, and for its graphs alone (the rest is the batch's tokens,
+and Python); the most memory, and what was allocated before; and whether activations are saved that could be recomputed.
 """
 
 from __future__ import annotations
@@ -116,6 +118,7 @@ def measure(phase: str, config: TrainConfig, ranks: Ranks, device: torch.device)
         single.why_eager = why_eager
     store = random_store(config.model.vocab_size, 4 * config.batch_size * config.sequence_length)
     on_gpu = device.type == "cuda"
+    held = torch.cuda.memory_allocated() if on_gpu else 0
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     trainer = Trainer(config, store, device, ranks=Ranks.alone() if alone else ranks)
@@ -137,13 +140,14 @@ def measure(phase: str, config: TrainConfig, ranks: Ranks, device: torch.device)
     losses += [line["loss"] for line in trainer.collect()]
     seconds = (trainer.progress.seconds - before) / STEPS
     captured = trainer.captured is not None and trainer.captured.is_captured
+    peak = torch.cuda.max_memory_allocated() if on_gpu else 0
     tokens = config.batch_size * config.sequence_length
     line = (
         f"{stages}{tokens / seconds:,.0f} tokens/s, {1e3 * seconds:.1f} ms a step of {tokens:,} tokens, "
-        f"captured {captured}; "
-        f"the host launches it in {1e3 * host:.2f} ms, {1e6 * host / actions:.1f} µs for each of {actions} actions, "
-        f"of which its graphs {1e3 * sum(replays) / STEPS:.2f} ms; "
-        f"peak {torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0:.2f} GiB; "
+        f"captured {captured}; the host launches it in {1e3 * host:.2f} ms, {1e6 * host / actions:.1f} µs for each of "
+        f"{actions} actions, of which its graphs {1e3 * sum(replays) / STEPS:.2f} ms; "
+        f"peak {peak / 2**30:.2f} GiB, {held / 2**30:.2f} of them of phases before, "
+        f"activations saved {trainer.strategy.saves_activations}; "
         f"losses {[round(loss, 5) for loss in losses]}"
     )
     trainer.close()
