@@ -34,10 +34,10 @@ class Part:
     """A piece of the model that is not divided among stages, for one micro-batch: a layer, or the end.
 
     Attributes:
-        work: kernels of one micro-batch.
-        cluster: that computes it.
-        layers: attention layers, with their dense or expert part.
-        mixtures: those of them with experts.
+        work: the kernels of one micro-batch.
+        cluster: the GPUs that run them.
+        layers: how many layers it has: attention with a dense or an expert part.
+        mixtures: how many of them have experts.
         heads: how often the head is computed: once, and once more for multi-token prediction.
         has_embedding: whether it begins with the embedding; multi-token prediction does, too.
     """

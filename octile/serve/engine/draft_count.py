@@ -76,7 +76,8 @@ class DraftCount:
             self._limit, self._tried = len(self._rates), None
         before = self.count
         self._choose()
-        if self.count == len(self._rates) or self.count == 0 < before:
+        stops_drafting = self.count == 0 and before > 0
+        if self.count == len(self._rates) or stops_drafting:
             self._steps = 0
             return
         self._steps += 1

@@ -46,9 +46,16 @@ def serve(
     processes: ProcessesConfig,
     has_model_defaults: bool,
 ) -> None:
-    """Serve a folder; see `octile.cli.Serve` for the arguments. The address is bound before the weights are read.
+    """Serve a folder. The address is bound before the weights are read.
 
     Of several ranks that torchrun has started all call this, and rank 0 answers the requests.
+
+    Args:
+        run: a run folder, or a Hugging Face folder.
+        host, port, engine, cache, parallel, processes: as in `octile.serve.http.command.Options`.
+        device: device of this rank.
+        config: how requests are answered.
+        has_model_defaults: whether requests that do not say how to sample get what generation_config.json says.
 
     Raises:
         FileNotFoundError: there is no model or no tokenizer.

@@ -84,10 +84,9 @@ class ModelRunner:
     Attributes:
         updatable_weights: the weights, if they can be updated.
         n_steps, n_draft_passes: passes of the main model, and of the multi-token prediction layer, so far.
-        min_decode: with expert parallelism, requests for which the graph of a decode step has room at least, and
-        max_rank_rows: rows that a step has on any rank at most, or any group of ranks, 0: not known, and
-        timeout: seconds for which the host waits for its GPU, which may wait for that of another rank;
-            `ExpertParallelEngine` sets these.
+        min_decode, max_rank_rows, timeout: what `ExpertParallelEngine` sets: the requests for which the graph of a
+            decode step has room at least; the most rows that a step has on any rank, or on any group of ranks (0: not
+            known); and the seconds for which the host waits for its GPU, which may wait for that of another rank.
 
     Raises:
         TypeError, ValueError: as `ServedWeights.of_model` or `KVCache`, max_batch or max_step_tokens is negative,
@@ -160,10 +159,8 @@ class ModelRunner:
             why = f"{c.index_n_heads} heads of {c.index_head_dim} channels of the indexer{in_fp32} have no kernel"
             warnings.warn(f"steps are computed without CUDA graphs: {why}", RuntimeWarning, stacklevel=2)
             max_batch = max_step_tokens = 0
-        captures = (
-            self.device.type == "cuda" and self.expert_parallel is None
-        )  # with expert parallelism, what kernels can exchange
-        self._max_rows = max_batch * (1 + n_drafts) if captures else 0
+        captures_all = self.device.type == "cuda" and self.expert_parallel is None  # otherwise what kernels exchange
+        self._max_rows = max_batch * (1 + n_drafts) if captures_all else 0
         self.max_ahead = max_batch if self._max_rows else 0
         self.graphs: DecodeGraphs | None = None
         self.draft_graphs: DecodeGraphs | None = None
@@ -180,7 +177,7 @@ class ModelRunner:
                 self._capture(memory, max_step_tokens)
             else:
                 self._capture_expert_parallel(self.expert_parallel, memory, max_step_tokens, micro_batches)
-        if routes_shared and self._max_batch > 0 == self.max_ahead:
+        if routes_shared and self._max_batch and not self.max_ahead:
             raise ValueError(
                 "parallel.shared_experts must be replicated, not routed: these GPUs launch no decode step ahead"
             )

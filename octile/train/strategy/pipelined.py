@@ -52,9 +52,9 @@ class PipelinedStrategy(ShardedStrategy):
         super().__init__(config, device, recipe, ranks, groups)
         self.counts_losses = self.pipelined.is_first
         self.gathers_weights = self.size > 1
-        # all capture, or none: an eager step asks other ranks what a captured one does not. Not each rank has experts;
-        # all else that decides is the configuration's, since observers and guards need a single rank
-        self._waits = any(ranks.gather(super()._waits_for_rows(), bool))
+        # Ranks capture a step together or not at all, since an eager one asks the others what a captured one does not.
+        # Only here can they differ: a rank without experts waits for no rows.
+        self._some_rank_waits = any(ranks.gather(super()._waits_for_rows(), bool))
 
     def _make_model(self) -> DeepseekV3:
         model = self._initial_model(torch.device("cpu"))
@@ -72,7 +72,7 @@ class PipelinedStrategy(ShardedStrategy):
         return [*super().descriptions(), describe_pipeline(self._schedule, self._layers)]
 
     def _waits_for_rows(self) -> bool:
-        return self._waits
+        return self._some_rank_waits
 
     def losses(self, passes: Passes, tokens_BS: Tensor, sequences: int, load: dict[str, Tensor]) -> Tensor:
         """See `Strategy`. The losses are counted on the pipeline's first rank."""

@@ -218,11 +218,11 @@ class Strategy:
         return torch.stack([*sums.values()])
 
     def _adding(self) -> AbstractContextManager[object]:
-        """The context of a micro-batch's passes."""
+        """The context of a micro-batch's passes, in which gradients are added to those of the micro-batches before."""
         return added_in_place(self.model.parameters())
 
     def _reducing(self, is_last: bool) -> AbstractContextManager[object]:
-        """The context of a micro-batch's backward pass."""
+        """The context of a micro-batch's passes, in which the last one's sums gradients over the ranks."""
         return nullcontext()
 
     def sum_over_ranks(self, totals: Tensor, load: dict[str, Tensor]) -> None:
