@@ -84,9 +84,9 @@ class ModelRunner:
     Attributes:
         updatable_weights: the weights, if they can be updated.
         n_steps, n_draft_passes: passes of the main model, and of the multi-token prediction layer, so far.
-        min_decode, max_rank_rows, timeout: what `ExpertParallelEngine` sets: the requests for which the graph of a
-            decode step has room at least; the most rows that a step has on any rank, or on any group of ranks (0: not
-            known); and the seconds for which the host waits for its GPU, which may wait for that of another rank.
+        min_decode: requests for which the graph of a decode step has room at least; set by `ExpertParallelEngine`.
+        max_rank_rows: the most rows of a step on any rank, or on any group of ranks; set by it, too. 0: not known.
+        timeout: seconds for which the host waits for its GPU, which may wait for that of another rank; set by it, too.
 
     Raises:
         TypeError, ValueError: as `ServedWeights.of_model` or `KVCache`, max_batch or max_step_tokens is negative,
