@@ -207,6 +207,10 @@ def main() -> None:
         return
     if asked.seconds is None:
         parser.error("--seconds is needed: the time until the deadline")
+    if not asked.store.is_dir():
+        parser.error(f"there is no store {asked.store}")
+    if asked.known and not read_runs(asked.known):
+        parser.error(f"--known must be a folder with results, JOB.json.gz; {asked.known} has none")
     if asked.share < 1:
         parser.error(f"--share must be at least 1, not {asked.share}")
     deadline = time.time() + asked.seconds

@@ -136,7 +136,7 @@ def test_jobs_with_earlier_results_are_not_run_again(tmp_path, monkeypatch, caps
     for one, state in ((done, "done"), (failed, "failed"), (trunk, "done")):
         result = {"job": one.to_json(), "state": state, "speed": []}
         write_result(result_file(tmp_path / "known", one.name), result)
-    options = ["store", str(tmp_path / "out"), "--seconds", "9", "--known", str(tmp_path / "known")]
+    options = [str(tmp_path), str(tmp_path / "out"), "--seconds", "9", "--known", str(tmp_path / "known")]
     monkeypatch.setattr(sys, "argv", ["run", *options])
     main()
     assert begun == ["failed", "trunk", "unknown"]  # the checkpoint of the trunk was on another machine
@@ -155,7 +155,7 @@ def begun(tmp_path, monkeypatch):
     monkeypatch.setattr(Queue, "run", lambda queue: queued.extend(job.name for job in queue.waiting))
 
     def run(*options):
-        monkeypatch.setattr(sys, "argv", ["run", "store", str(tmp_path / "out"), "--seconds", "9", *options])
+        monkeypatch.setattr(sys, "argv", ["run", str(tmp_path), str(tmp_path / "out"), "--seconds", "9", *options])
         main()
         return queued
 
@@ -178,6 +178,18 @@ def test_a_name_that_no_job_has_is_refused(begun, tmp_path, capsys):
     with pytest.raises(SystemExit):
         begun("--jobs", "rate-bf16-5")
     assert "no job is named rate-bf16-5" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_store_or_known_results_that_are_not_there_are_refused(begun, tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        begun("--known", str(tmp_path / "knwon"))
+    monkeypatch.setattr(sys, "argv", ["run", str(tmp_path / "strore"), str(tmp_path / "out"), "--seconds", "9"])
+    with pytest.raises(SystemExit):
+        main()
+    errors = capsys.readouterr().err
+    assert "knwon has none" in errors
+    assert "there is no store" in errors
     assert not (tmp_path / "out").exists()
 
 
