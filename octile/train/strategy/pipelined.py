@@ -37,6 +37,9 @@ class PipelinedStrategy(ShardedStrategy):
 
     Attributes:
         pipelined: this rank's stages, and the passes through those of all ranks.
+
+    Raises:
+        ValueError: as for `ShardedStrategy`; or the ranks divide the layers in different ways, as each computes it.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class PipelinedStrategy(ShardedStrategy):
         schedule: Schedule,
     ):
         self._schedule, self._layers = schedule, pipeline_layers(config, schedule)
+        ranks.agree("the layers of the pipeline's stages", ", ".join(str(len(own)) for own in self._layers))
         super().__init__(config, device, recipe, ranks, groups)
         self.counts_losses = self.pipelined.is_first
         self.gathers_weights = self.size > 1

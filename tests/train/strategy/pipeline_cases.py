@@ -342,6 +342,15 @@ def check_head_alone(store: TokenStore, ranks: Ranks) -> None:
     assert isinstance(exact.model.lm_head, BatchInvariantHead) != ranks.is_first
 
 
+def check_differing_divisions(store: TokenStore, ranks: Ranks) -> None:
+    """Ranks that divide the layers in different ways, of which one would be left out, are refused."""
+    with pytest.MonkeyPatch.context() as patch:
+        layers = [range(2 + ranks.rank), range(2 + ranks.rank, 4)]
+        patch.setattr(pipelined, "pipeline_layers", lambda *_: layers)
+        with pytest.raises(ValueError, match="stages must be the same on all ranks: rank 0 has 2, 2, but rank 1 has 3"):
+            of_ranks(store, ranks)
+
+
 def cases(world: int) -> dict[str, object]:
     """The cases of a world."""
     if world == 4:
@@ -373,6 +382,7 @@ def cases(world: int) -> dict[str, object]:
         "loss_scale": check_loss_scale,
         "late-dualpipe": lambda s, r: check_late(s, r, "dualpipe"),
         "head_alone": check_head_alone,
+        "differing_divisions": check_differing_divisions,
     }
 
 
