@@ -90,10 +90,10 @@ class Exchanges:
         return arrive
 
 
-def delay_ms(graphs: list[torch.cuda.CUDAGraph]) -> float:
-    """The ms that a delay takes in replays, on average."""
+def delay_ms(graphs: list[torch.cuda.CUDAGraph]) -> float | None:
+    """The ms that a delay takes in replays, on average; None if the profiler has seen none."""
     delays = [kernel.duration for kernel in record_kernels(lambda: times(graphs)) if MARK in kernel.name]
-    return fmean(delays) / 1e3
+    return fmean(delays) / 1e3 if delays else None
 
 
 def main(size: str, delays: Sequence[float]) -> None:
@@ -133,8 +133,9 @@ def main(size: str, delays: Sequence[float]) -> None:
             print(f"{size}, {way}, {of_pair} exchanges of {exchanges.ms:g} ms: {found:.2f} ms", end="", flush=True)
             if exchanges.ms:
                 more, each = found - without[way], delay_ms(graphs)
-                total = of_pair * each
-                print(f", {more:+.2f}: {more / total:.1%} of {total:.1f} ms exposed, {each:.3f} each", flush=True)
+                total = of_pair * (each or exchanges.ms)
+                of_each = f"{each:.3f} each" if each else "if each took as long as it was to: none was profiled"
+                print(f", {more:+.2f}: {more / total:.1%} of {total:.1f} ms exposed, {of_each}", flush=True)
             else:
                 without[way] = found
                 print(flush=True)
