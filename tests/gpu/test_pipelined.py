@@ -37,7 +37,8 @@ def test_a_rank_that_is_killed_among_captured_steps_is_restarted_and_resumes(tex
     arguments = [*OPTIONS, *PIPELINE, f"--data={text}", "--device=cuda", "--recipe=bf16", "--steps=10"]
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     for run, step in ((straight, 100), (killed, 8)):  # the first is never killed
-        ended = torchrun(str(FAULTY), str(step), *arguments, f"--out={run}", restarts=1)
+        # torchrun gives the other rank, whose GPU waits for the killed one, 30 s to end
+        ended = torchrun(str(FAULTY), str(step), *arguments, f"--out={run}", restarts=1, seconds=240)
         assert ended.returncode == 0, ended.stderr
     assert re.search(r"resumed at step [46] ", ended.stdout)
     assert losses(killed) == pytest.approx(losses(straight), rel=1e-2)

@@ -23,12 +23,14 @@ OPTIONS += ["--steps=4", "--parallel.dp=2"]
 PIPELINE = ["--parallel.dp=1", "--parallel.pp=2", "--micro-batches=2"]
 
 
-def torchrun(*command: str, restarts: int = 0, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    *command: str, restarts: int = 0, ranks: int = 2, seconds: float = 180
+) -> subprocess.CompletedProcess[str]:
     """Start a command on a few processes, and wait for it."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     options = [f"--max-restarts={restarts}", *command]
-    return subprocess.run([*launcher, *options], env=environment, capture_output=True, text=True, timeout=180)
+    return subprocess.run([*launcher, *options], env=environment, capture_output=True, text=True, timeout=seconds)
 
 
 def own_lines(errors: str) -> list[str]:
