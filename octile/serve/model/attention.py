@@ -247,7 +247,11 @@ class Attention:
 
     def add_output_(self, x_TD: Tensor, o_TV: Tensor, w: AttentionWeights) -> None:
         """Add to a rank's own rows what attention has returned for all rows, times the output's projection."""
-        self.tp.add_sums_(x_TD, self.gemms.nt(self.gemms.rows_for(o_TV, w.o), w.o))
+        o = self.gemms.rows_for(o_TV, w.o)
+        if self.tp.size == 1:
+            self.gemms.add_nt_(x_TD, o, w.o)
+        else:
+            self.tp.add_sums_(x_TD, self.gemms.nt(o, w.o))
 
     def _decode(self, x_TD: Tensor, layer: int, w: BlockWeights, step: Step, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         """Write the latents of decode rows, and attend from them: as `attend` of `queries`, in fewer launches.

@@ -91,7 +91,7 @@ class FeedForward:
             if self.gemms.batch_invariant and not can_fuse_size(w.mlp.down.shape[-1]):
                 return x_TD.add_(self._mlp_in_steps(rms_norm(x_TD, w.post_norm, eps)[0], w.mlp))
             x = self.gemms.norm(x_TD, w.post_norm, eps, w.mlp.x.has_fp8, w.mlp.x.has_values)
-            return x_TD.add_(self._mlp(x, w.mlp))
+            return self._add_mlp(x_TD, x, w.mlp)
         x = self.gemms.norm(x_TD, w.post_norm, eps, w.mlp.x.has_fp8 or w.mlp.shared.x.has_fp8, True)
         if self.exchange is not None:
             return self._add_exchanged(x_TD, x, layer, w.mlp, self.tp.own(slots), self.exchange)
@@ -102,6 +102,10 @@ class FeedForward:
     def _mlp(self, x: Rows, w: MLPWeights) -> Tensor:
         gate_TI, up_TI = self.gemms.projections(x, w.x)
         return self.gemms.nt(self.gemms.swiglu(gate_TI, up_TI, w.down), w.down)
+
+    def _add_mlp(self, x_TD: Tensor, x: Rows, w: MLPWeights) -> Tensor:
+        gate_TI, up_TI = self.gemms.projections(x, w.x)
+        return self.gemms.add_nt_(x_TD, self.gemms.swiglu(gate_TI, up_TI, w.down), w.down)
 
     def _mlp_in_steps(self, x_TD: Tensor, w: MLPWeights) -> Tensor:
         """Compute a SwiGLU layer of a width that training cannot fuse: each step rounds to the activations' dtype."""

@@ -122,6 +122,18 @@ class Gemms:
             return row_invariant_groups_nt(x.values, w, offs_E, self.dtype)
         return high_precision_grouped_nt(x.values, w, offs_E, torch.float32, INVARIANT_ROWS).to(self.dtype)
 
+    def add_nt_(self, x_TN: Tensor, x: Rows, w: Weight) -> Tensor:
+        """Add rows times a weight [N, K] to others, in place, and return those: [T, N].
+
+        The GEMM of an FP8 weight adds before it rounds. In batch-invariant mode the product is rounded first, as in
+        training.
+        """
+        if self.batch_invariant or not isinstance(w, ScaledTensor):
+            return x_TN.add_(self.nt(x, w))
+        assert x.q is not None
+        matmul_nt_out(x_TN, x.q.data, x.q.scale, x.q.block, w.data, w.scale, w.block, True)
+        return x_TN
+
     def _fp8_nt(self, x: ScaledTensor, w: ScaledTensor, offs_E: Tensor | None) -> Tensor:
         operands = x.data, x.scale, x.block, w.data, w.scale, w.block
         if self.batch_invariant:
