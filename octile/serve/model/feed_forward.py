@@ -52,7 +52,7 @@ class FeedForward:
     Attributes:
         config: configuration of the model.
         gemms: by its weights.
-        dispatcher: sends rows to experts that are spread over ranks.
+        dispatcher: sends rows to experts that are spread over ranks; None: all are here.
         tp: the ranks that share the rows of a step.
         expert_load: counts the tokens of each expert; None: nothing does.
         expert_parallel: weights with the experts of all ranks, if these share them.
@@ -62,12 +62,17 @@ class FeedForward:
 
     config: ModelConfig
     gemms: Gemms
-    dispatcher: LocalDispatcher
+    dispatcher: LocalDispatcher | None
     tp: TensorParallel
     expert_load: ExpertLoad | None
     expert_parallel: ExpertParallelWeights | None
     exchange: SortedExchange | None = None
     routes_shared: bool = False
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether rows are exchanged with other ranks."""
+        return self.dispatcher is not None
 
     def for_rows(self, rows: int) -> FeedForward:
         """Return these for steps of at most so many rows on any rank, or on any group of ranks."""
@@ -133,11 +138,12 @@ class FeedForward:
         return x_TD
 
     def _spread_mixture(self, x: Rows, layer: int, w: MoEWeights, slots: Tensor) -> Tensor:
-        assert self.expert_parallel is not None
+        parallel, dispatcher = self.expert_parallel, self.dispatcher
+        assert parallel is not None
+        assert dispatcher is not None
         weights_TK, experts_TK = self._choose(x, layer, w, slots)
-        load_E = count_tokens(experts_TK, self.expert_parallel.n_experts)[0]
-        experts_TK = self.expert_parallel.slots(layer, experts_TK)
-        dispatcher = self.dispatcher
+        load_E = count_tokens(experts_TK, parallel.n_experts)[0]
+        experts_TK = parallel.slots(layer, experts_TK)
         if isinstance(dispatcher, PeerDispatcher):
             experts_TK = experts_TK.masked_fill((slots < 0)[:, None], -1)  # padding goes nowhere
         plan = dispatcher.plan(experts_TK, load_E)

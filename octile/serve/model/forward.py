@@ -30,7 +30,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octile.models.deepseek_v3 import rope_of
-from octile.nn.dispatcher import LocalDispatcher
 from octile.ops.cross_entropy import cross_entropy
 from octile.ops.norm import rms_norm
 from octile.ops.row_invariant import row_invariant_matmul_nt
@@ -111,9 +110,9 @@ class Forward:
         unrotated = torch.ones_like(cos[:1]), torch.zeros_like(sin[:1])
         scale = rope.softmax_factor * c.qk_head_dim**-0.5
         gemms = Gemms(weights.dtype, weights.power_of_2, batch_invariant)
-        dispatcher, tp = (
-            (LocalDispatcher(), ALONE) if expert_parallel is None else (expert_parallel.dispatcher, expert_parallel.tp)
-        )
+        dispatcher, tp = None, ALONE
+        if expert_parallel is not None:
+            dispatcher, tp = expert_parallel.dispatcher, expert_parallel.tp
         naive = NaiveAttention(c, weights.n_heads, gemms, cache, unrotated, scale)
         attention = Attention(c, weights.n_heads, gemms, cache, index, naive, scale, tp)
         feed_forward = FeedForward(c, gemms, dispatcher, tp, expert_load, expert_parallel)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from octile.kernels.cuda.gemm import num_sms
 from octile.models.deepseek_v3 import DeepseekV3
-from octile.nn.dispatcher import LocalDispatcher
 from octile.serve import rebalance_experts
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
@@ -41,7 +40,7 @@ def model_of(fp8: bool) -> tuple[DeepseekV3, ServedWeights]:
 
 def feed_forward(weights: ServedWeights, batch_invariant: bool = False, load: ExpertLoad | None = None) -> FeedForward:
     gemms = Gemms(weights.dtype, weights.power_of_2, batch_invariant)
-    return FeedForward(CONFIG, gemms, LocalDispatcher(), ALONE, load, None)
+    return FeedForward(CONFIG, gemms, None, ALONE, load, None)
 
 
 def rows(n: int) -> Tensor:
