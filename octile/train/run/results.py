@@ -108,7 +108,7 @@ def _write_summary(trainer: Trainer, best: BestModel, run: RunFolder, store: Tok
         "machine": describe_machine(measured_on),
         "measured_on": measured_on,
         "prompt": prompt,
-        "command": trainer.config.full_command,
+        "command": run.read_config().full_command,  # the trainer of a resumed run has no init_from
         **({"model_step": best.best.step, "model_val_loss": best.best.val_loss} if best.best else {}),
     }
     if trainer.steps_done < trainer.config.steps:

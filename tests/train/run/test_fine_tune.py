@@ -253,6 +253,13 @@ def test_a_resumed_run_does_not_need_the_folder_and_is_bit_identical(saved, text
     assert losses(resumed) == losses(straight)
 
 
+def test_the_command_of_a_resumed_run_names_the_folder_that_it_began_with(saved, text, tmp_path):
+    folder, run = saved("fp8"), tmp_path / "run"
+    train(micro(data=str(text), model=WIDE, init_from=folder, steps=1, out=run), False, silent_console())
+    train(RunFolder.open(run).read_config(), True, silent_console())
+    assert f"--init-from {folder} " in json.loads((run / "summary.json").read_text())["command"]
+
+
 def test_the_moving_average_starts_from_the_weights_of_the_folder(saved, store):
     config = micro(model=WIDE, init_from=saved("fp8"))
     trainer = Trainer(replace(config, optim=replace(config.optim, ema_decay=0.9)), store, CPU)
