@@ -280,12 +280,14 @@ class Shown(NamedTuple):
         tokens: the tokens of prompts and of choices.
         usage: the field usage of chunks, which is null in all but the last.
         counts: the numbers of tokens so far in its place.
+        logprobs: log-probabilities of the choices' tokens, whose lists are empty in a whole choice that has none.
     """
 
     scores: bool = False
     tokens: bool = False
     usage: bool = False
     counts: bool = False
+    logprobs: bool = False
 
 
 class ChoicesAnswer(Answer):
@@ -539,7 +541,7 @@ class Completion(ChoicesAnswer):
         return {"index": index, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
 
     def extend(self, choice: dict[str, Any], output: Output) -> None:  # noqa: D102
-        if output.logprobs:
+        if output.logprobs or self._shown.logprobs:
             new = self._logprobs(choice["index"], output.logprobs)
             if choice["logprobs"] is None:
                 choice["logprobs"] = new
@@ -616,7 +618,7 @@ class ChatCompletion(ChoicesAnswer):
         return {"index": index, "message": message, "logprobs": None, "finish_reason": None, "stop_reason": None}
 
     def extend(self, choice: dict[str, Any], output: Output) -> None:  # noqa: D102
-        if output.logprobs:
+        if output.logprobs or self._shown.logprobs:
             if choice["logprobs"] is None:
                 choice["logprobs"] = {"content": [], "refusal": None}
             choice["logprobs"]["content"] += self._content(output.logprobs)

@@ -263,12 +263,14 @@ class Service:
             before = [len(self.tokenizer.prefix) or (0 if p else 1) for p in texts]
             begins = [n if isinstance(p, str) else 0 for n, p in zip(before, body.prompts, strict=True)]
             echo = Echo(texts, begins, body.logprobs, body.max_tokens == 0)
-        answer = Completion(self.model, self.tokenizer, prompts, body.n or 1, _shown(body), echo)
+        shown = _shown(body, body.logprobs is not None)
+        answer = Completion(self.model, self.tokenizer, prompts, body.n or 1, shown, echo)
         return Job(answer, requests)
 
     def _chat_completion(self, body: ChatBody) -> Job:
         prompt, requests, make_parser = self._chat(body)
-        answer = ChatCompletion(self.model, self.tokenizer, [prompt], body.n or 1, _shown(body), make_parser)
+        shown = _shown(body, bool(body.logprobs))
+        answer = ChatCompletion(self.model, self.tokenizer, [prompt], body.n or 1, shown, make_parser)
         return Job(answer, requests)
 
     def _response(self, body: ResponseBody) -> Job:
@@ -471,10 +473,10 @@ class Service:
                 stream.close()
 
 
-def _shown(body: Generation) -> Shown:
+def _shown(body: Generation, logprobs: bool) -> Shown:
     options = body.stream_options or StreamOptions()
     usage = bool(options.include_usage), bool(options.continuous_usage_stats)
-    return Shown(body.prompt_logprobs is not None, bool(body.return_token_ids), *usage)
+    return Shown(body.prompt_logprobs is not None, bool(body.return_token_ids), *usage, logprobs)
 
 
 async def _next(events: AsyncGenerator[str, None]) -> str:

@@ -71,7 +71,7 @@ def test_a_token_that_ends_the_text_has_a_log_probability(exact, tokenizer):
     assert len(choice["logprobs"]["tokens"]) == len(PROMPT) + 1
     assert choice["logprobs"]["tokens"][-1] == tokenizer.decode([tokenizer.end])
     (plain,) = choices(exact, logprobs=1, echo=False, **bias)
-    assert plain["logprobs"] is None
+    assert plain["logprobs"]["tokens"] == []
 
 
 @pytest.mark.parametrize("logprobs", [None, 2])

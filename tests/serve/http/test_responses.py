@@ -125,6 +125,19 @@ def test_the_log_probability_of_a_masked_token_is_a_number(tokenizer, form):
         assert [entry["logprob"] for entry in logprobs["content"][0]["top_logprobs"]] == [-0.5, -9999.0]
 
 
+@pytest.mark.parametrize(
+    ("form", "none"),
+    [
+        (Completion, {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}),
+        (ChatCompletion, {"content": [], "refusal": None}),
+    ],
+)
+def test_log_probabilities_of_a_choice_without_tokens_are_empty_lists(tokenizer, form, none):
+    answer = form("micro", tokenizer, [[5]], 1, Shown(logprobs=True))
+    answer.add(0, Output(0, (1,), "", finish_reason=FinishReason.STOP))
+    assert answer.whole()["choices"][0]["logprobs"] == none
+
+
 def test_the_whole_text_and_log_probabilities(tokenizer):
     for form in (Completion, ChatCompletion):
         answer = form("micro", tokenizer, [[5]], 2)
