@@ -168,6 +168,7 @@ class DeepseekV3(nn.Module):
             indexers' alignment losses.
 
         Raises:
+            TypeError: tokens or labels are no int64 tensor.
             ValueError: wrong shapes, more tokens than the model's `max_position_embeddings`, or several texts in a
                 sequence for attention that does not know their borders (`MLA.forward`).
         """
@@ -190,6 +191,7 @@ class DeepseekV3(nn.Module):
             logits [B, S, V], drafted logits [B, S − 1, V].
 
         Raises:
+            TypeError: tokens are no int64 tensor.
             ValueError: the model has no multi-token prediction, or tokens have a wrong shape.
         """
         if not self.config.num_nextn_predict_layers:
@@ -214,6 +216,7 @@ class DeepseekV3(nn.Module):
             float32 [B, S − 1], in nats.
 
         Raises:
+            TypeError: tokens are no int64 tensor.
             ValueError: tokens have a wrong shape.
         """
         self._check_pairs(tokens_BS)
@@ -385,6 +388,9 @@ class DeepseekV3(nn.Module):
         return isinstance(self.lm_head, BatchInvariantHead) and can_use_kernel(h_BSD) and not has_hooks(self.lm_head)
 
     def _check(self, tokens_BS: Tensor, labels_BS: Tensor | None, texts: PackedTexts | None = None) -> None:
+        _check_integers("tokens", tokens_BS)
+        if labels_BS is not None:
+            _check_integers("labels", labels_BS)
         if tokens_BS.dim() != 2 or tokens_BS.numel() == 0:
             raise ValueError(f"tokens must be [batch, sequence] with at least one token, not {list(tokens_BS.shape)}")
         length, limit = tokens_BS.shape[1], self.config.max_position_embeddings
@@ -400,9 +406,15 @@ class DeepseekV3(nn.Module):
             raise ValueError(f"a loss needs sequences of at least {shortest} tokens, not {tokens_BS.shape[1]}")
 
     def _check_pairs(self, tokens_BS: Tensor) -> None:
-        if tokens_BS.dim() != 2 or tokens_BS.shape[1] < 2:
-            raise ValueError(f"tokens must be [batch, sequence] of two tokens or more, not {list(tokens_BS.shape)}")
         self._check(tokens_BS, None)
+        if tokens_BS.shape[1] < 2:
+            raise ValueError(f"tokens must be [batch, sequence] of two tokens or more, not {list(tokens_BS.shape)}")
+
+
+def _check_integers(name: str, x: object) -> None:
+    if not isinstance(x, Tensor) or x.dtype != torch.int64:
+        given = f"{x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+        raise TypeError(f"{name} must be a tensor of int64, not {given}")
 
 
 def rope_of(c: ModelConfig) -> Rope:

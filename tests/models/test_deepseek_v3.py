@@ -194,6 +194,16 @@ def test_more_tokens_than_the_context_are_refused(mini):
         mini(tokens(length=65))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "given"), [([[1, 2]], "a list"), (torch.ones(2, 24), r"torch\.float32"), (tokens().int(), r"torch\.int32")]
+)
+def test_tokens_and_labels_of_another_type_are_refused(mini, wrong, given):
+    with pytest.raises(TypeError, match=f"tokens must be a tensor of int64, not {given}"):
+        mini(wrong)
+    with pytest.raises(TypeError, match=f"labels must be a tensor of int64, not {given}"):
+        mini(tokens(), wrong)
+
+
 def test_labels_of_another_shape_are_refused(mini):
     with pytest.raises(ValueError, match=r"labels must have the tokens' shape \[2, 24\]"):
         mini(tokens(), tokens(length=23))
