@@ -195,7 +195,8 @@ def test_more_tokens_than_the_context_are_refused(mini):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "given"), [([[1, 2]], "a list"), (torch.ones(2, 24), r"torch\.float32"), (tokens().int(), r"torch\.int32")]
+    ("wrong", "given"),
+    [([[1, 2]], "a list"), (torch.ones(2, 24), r"torch\.float32"), (tokens().int(), r"torch\.int32")],
 )
 def test_tokens_and_labels_of_another_type_are_refused(mini, wrong, given):
     with pytest.raises(TypeError, match=f"tokens must be a tensor of int64, not {given}"):

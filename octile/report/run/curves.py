@@ -180,9 +180,10 @@ def caption_gradient(run: Run) -> str:
         clipped = np.mean(values[known] > limit)
         caption += f". {clipped:.0%} of the steps were clipped to norm {limit:g}"
         if clipped >= MOSTLY_CLIPPED:
+            whose = "Muon's and AdamW's" if run.config.get("optim", {}).get("name") == "muon" else "AdamW's"
             caption += (
-                ": almost all gradients have this norm then, and the same weight in AdamW's moments. A factor that all "
-                "gradients have in common does not change AdamW's updates, so clipping does not slow the run down"
+                f": almost all gradients have this norm then, and the same weight in {whose} moments. A factor that "
+                f"all gradients have in common does not change {whose} updates, so clipping does not slow the run down"
             )
     return caption + "."
 

@@ -8,6 +8,7 @@ metrics.jsonl has one JSON object a line; a line's keys tell its kind:
     experts       {"step", "expert_load": {layer: [tokens of each expert]}}
     tile scales   {"step", "tile_scales": {operand: {"log2": […], "count": […]}}}
     stops         {"step", "stopped": why this step ended the run}
+    guards        {"step", "guard": what `octile.lab.guards` records of a rule that fired}, any number at a step
 
 A run that was stopped and resumed writes some steps twice. A training line at step s discards all earlier lines about
 later steps, and of two lines about one step the later one counts. A damaged line (`octile.report.run.lines`), such as
@@ -52,6 +53,7 @@ class Run:
         sample: sample.txt, or None.
         training, validation, experts, tile_scales, stops: the records of each kind in order of their steps, each step
             once.
+        guards: {"step", "guards": the rules that fired at this step}, in order of the steps.
         unreadable_lines: lines of metrics.jsonl that could not be read.
     """
 
@@ -63,6 +65,7 @@ class Run:
     experts: tuple[Record, ...]
     tile_scales: tuple[Record, ...]
     stops: tuple[Record, ...]
+    guards: tuple[Record, ...]
     unreadable_lines: int
 
     def series(self, key: str) -> tuple[Floats, Floats]:
@@ -115,7 +118,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _replay(text: str) -> tuple[dict[str, tuple[Record, ...]], int]:
-    history: dict[str, dict[int, Record]] = {kind: {} for kind in KINDS}
+    history: dict[str, dict[int, Record]] = {kind: {} for kind in (*KINDS, "guards")}
     latest, unreadable = -1, 0
     for line in filter(str.strip, text.splitlines()):
         record = parse_line(line)
@@ -126,10 +129,16 @@ def _replay(text: str) -> tuple[dict[str, tuple[Record, ...]], int]:
         if "loss" in record and step < latest:
             latest = step
             history = {kind: {s: r for s, r in by_step.items() if s <= step} for kind, by_step in history.items()}
+        if "loss" in record:
+            history["guards"].pop(
+                step, None
+            )  # of an earlier run of this step, whose rules fire after its training line
         latest = max(latest, step)
         for kind, key in KINDS.items():
             if record.get(key, {}) != {}:
                 history[kind][step] = record
+        if isinstance(guard := record.get("guard"), dict):
+            history["guards"].setdefault(step, {"step": step, "guards": []})["guards"].append(guard)
     return {kind: tuple(by_step[s] for s in sorted(by_step)) for kind, by_step in history.items()}, unreadable
 
 

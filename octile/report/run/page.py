@@ -93,6 +93,7 @@ FIGURES = {
         experts_and_scales.has_scales,
     ),
 }
+NAMED_GEMMS = 4  # of those that guards switched; metrics.jsonl has all
 PHONE_HEIGHT = {"loss": 300, "tile_scales": 420}
 
 
@@ -229,7 +230,7 @@ def _facts(run: Run) -> list[tuple[str, str, str]]:
 
 
 def _notices(run: Run) -> list[str]:
-    """Warnings: why the run stopped, non-finite losses, skipped steps, spikes, memorization, unreadable lines."""
+    """Warnings: why the run stopped, non-finite losses, skipped steps, guards, spikes, memorization, damaged lines."""
     notices = [f"Training stopped: {stop['stopped']}." for stop in run.stops if stop["step"] > run.last_step]
     if run.broken_steps:
         first, others = run.broken_steps[0], len(run.broken_steps) - 1
@@ -238,7 +239,9 @@ def _notices(run: Run) -> list[str]:
     skipped = [r["step"] for r in run.training if r.get("skipped_for")]
     if skipped:
         steps = f"{len(skipped):,} step{'s' * (len(skipped) != 1)}"
-        notices.append(f"{steps} were skipped because a gradient was not finite; the first was step {skipped[0]:,}.")
+        were = "was" if len(skipped) == 1 else "were"
+        notices.append(f"{steps} {were} skipped because a gradient was not finite; the first was step {skipped[0]:,}.")
+    notices += _guard_notices(run)
     spikes = find_spikes((r["step"], as_float(r.get("main_loss", r["loss"]))) for r in run.training)
     if spikes:
         more = f", and {len(spikes) - 1:,} more time{'s' * (len(spikes) > 2)}" if len(spikes) > 1 else ""
@@ -262,6 +265,26 @@ def _notices(run: Run) -> list[str]:
     if run.unreadable_lines:
         lines = "1 line" if run.unreadable_lines == 1 else f"{run.unreadable_lines:,} lines"
         notices.append(f"{lines} of metrics.jsonl could not be read and are not included here.")
+    return notices
+
+
+def _guard_notices(run: Run) -> list[str]:
+    """Which guards fired, and which GEMMs they switched to BF16, so that the recipe's name is not all of the truth."""
+    fired = [(record["step"], guard) for record in run.guards for guard in record["guards"]]
+    if not fired:
+        return []
+    step, first = fired[0]
+    times = "once" if len(fired) == 1 else f"{len(fired):,} times"
+    gemm = f"{first.get('product')} of {first.get('layer')}"
+    notices = [f"Guards fired {times}, first at step {step:,}: {first.get('when')} in {gemm}."]
+    switched: dict[str, int] = {}
+    for step, guard in fired:
+        if guard.get("then") == "bf16":
+            switched.setdefault(f"{guard.get('product')} of {guard.get('layer')}", step + 1)
+    if switched:
+        named = [f"{gemm} from step {step:,} on" for gemm, step in list(switched.items())[:NAMED_GEMMS]]
+        more = f", and {len(switched) - len(named):,} more" if len(switched) > len(named) else ""
+        notices.append(f"Guards had these GEMMs computed in BF16: {', '.join(named)}{more}.")
     return notices
 
 

@@ -101,6 +101,14 @@ def test_the_clipping_of_almost_all_steps_is_explained(make_run):
     )
 
 
+@pytest.mark.usefixtures("without_figures")
+def test_the_optimizers_of_a_run_with_muon_are_named(make_run):
+    run = make_run(
+        [training(step, grad_norm=1.5) for step in (1, 2)], config={**CONFIG, "optim": {"name": "muon", "clip": 1.0}}
+    )
+    assert "does not change Muon's and AdamW's updates" in read_page(write_run_report(run)).words
+
+
 def test_the_clipping_of_few_steps_is_not_explained(page):
     assert "AdamW" not in page.words
 
@@ -239,6 +247,27 @@ def test_a_broken_loss_is_reported(make_run):
     assert "not finite at step 2 and at 1 other step." in page.words
 
 
+def guard(step: int, then: str, layer: str, operand: str) -> dict:
+    fired = {
+        "when": "flushed > 5%",
+        "then": then,
+        "since": step,
+        "layer": layer,
+        "product": "wgrad",
+        "operand": operand,
+    }
+    return {"step": step, "guard": fired}
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_guards_and_the_gemms_that_they_switched_are_reported(make_run):
+    lines = [training(1), training(2), guard(2, "bf16", "a", "x"), guard(2, "bf16", "a", "dy"), training(3)]
+    lines += [guard(3, "warn", "b", "x"), training(2), guard(2, "bf16", "a", "x"), guard(2, "bf16", "c", "x")]
+    page = read_page(write_run_report(make_run(lines)))
+    assert "Guards fired 2 times, first at step 2: flushed > 5% in wgrad of a." in page.words
+    assert "computed in BF16: wgrad of a from step 3 on, wgrad of c from step 3 on." in page.words
+
+
 STOP = {"step": 3, "stopped": "the loss is nan at step 3; the first non-finite value is in lm_head"}
 
 
@@ -246,7 +275,7 @@ STOP = {"step": 3, "stopped": "the loss is nan at step 3; the first non-finite v
 def test_why_a_run_stopped_is_reported_first(make_run):
     lines = [training(1), training(2, skipped_for="a gradient is not finite"), STOP]
     page = read_page(write_run_report(make_run(lines)))
-    assert f"Training stopped: {STOP['stopped']}. 1 step were skipped" in page.words
+    assert f"Training stopped: {STOP['stopped']}. 1 step was skipped" in page.words
 
 
 @pytest.mark.usefixtures("without_figures")
