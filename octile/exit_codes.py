@@ -15,6 +15,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -34,7 +35,7 @@ def run_and_exit(command: Callable[[], object]) -> None:
     raised: list[type[KeyboardInterrupt]] = []
     try:
         with warnings.catch_warnings(), terminable() as raised:
-            warnings.showwarning = _warn
+            warnings.showwarning = partial(_warn, set())
             warnings.filterwarnings("ignore", NO_CONTEXT)
             command()
     except BrokenPipeError:  # the reader of the output, such as head, has ended
@@ -48,6 +49,7 @@ def run_and_exit(command: Callable[[], object]) -> None:
 
 
 def _warn(
+    shown: set[str],
     message: Warning | str,
     category: type[Warning],
     filename: str,
@@ -55,10 +57,11 @@ def _warn(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Print a warning: one of octile as a line like an error, any other in Python's form."""
+    """Print a warning: one of octile as a line like an error, once, wherever it comes from; others in Python's form."""
     is_octile = Path(filename).is_relative_to(Path(__file__).parent)
-    if is_octile and own_rank():  # rank 0 says the same
+    if is_octile and (own_rank() or str(message) in shown):  # rank 0 says the same
         return
+    shown.add(str(message))
     text = f"octile: {message}\n" if is_octile else warnings.formatwarning(message, category, filename, lineno, line)
     sys.stderr.write(text)
 

@@ -46,9 +46,10 @@ class Tokenizer:
         vocabulary = backend.get_vocab(with_added_tokens=True)
         end = token_text(config.get("eos_token"))
         begin = token_text(config.get("bos_token")) or end
-        for token in (begin, end):
+        for name, token in (("eos_token", end), ("bos_token", begin)):
             if token not in vocabulary:
-                raise ValueError(f"the tokenizer has no token {token!r}; eos_token in its config must name one")
+                what = f"not {token!r}, which it does not have" if token else "but is missing"
+                raise ValueError(f"{name} of tokenizer_config.json must be a token of the tokenizer, {what}")
         backend.encode_special_tokens = True  # "<|end|>" inside a text is text
         backend.no_truncation()  # a tokenizer.json may enable both
         backend.no_padding()
@@ -112,7 +113,10 @@ class Tokenizer:
         else:
             backend = _read_tokenizer_json(file)
         add_tokens(backend, added, str(file.parent))
-        return cls(backend, config)
+        try:
+            return cls(backend, config)
+        except ValueError as error:
+            raise ValueError(f"tokenizer {str(path)!r}: {error}") from None
 
     def save(self, folder: str | Path) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json`, which transformers' AutoTokenizer reads."""

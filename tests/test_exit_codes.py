@@ -48,6 +48,15 @@ def test_a_warning_of_torch_about_its_own_context_is_not_shown(capsys, monkeypat
     assert call(capsys, "train") == (0, "", "")
 
 
+def test_a_warning_from_two_places_is_shown_once(capsys, monkeypatch):
+    def warn() -> None:
+        for line in (1, 2):
+            warnings.warn_explicit("no such layer", UserWarning, octile.cli.__file__, line)
+
+    in_the_place_of_train(monkeypatch, warn)
+    assert call(capsys, "train") == (0, "", "octile: no such layer\n")
+
+
 def test_a_nan_is_one_line_and_exit_code_1(capsys, monkeypatch):
     failing(monkeypatch, FloatingPointError("the loss is nan at step 4"))
     code, _, err = call(capsys, "train")

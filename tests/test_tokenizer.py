@@ -143,9 +143,17 @@ def test_a_config_that_is_no_object_is_refused(folder):
         Tokenizer.load(folder)
 
 
-def test_a_tokenizer_without_an_end_token_is_refused(folder):
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    with pytest.raises(ValueError, match="has no token '</s>'"):
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"eos_token": "</s>"}, "eos_token of .* must be a token of the tokenizer, not '</s>', which it does not have"),
+        ({}, "eos_token of .* must be a token of the tokenizer, but is missing"),
+        ({"eos_token": "<|end|>", "bos_token": "<s>"}, "bos_token of .*, not '<s>', which it does not have"),
+    ],
+)
+def test_a_tokenizer_without_its_special_tokens_is_refused(folder, config, message):
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"tokenizer '{folder}': {message}"):
         Tokenizer.load(folder)
 
 

@@ -134,5 +134,5 @@ def _prediction(
     fp8 = [name for name, specs in stored.items() if name in specs and is_fp8(specs[name])]
     nbytes = sum(spec.nbytes for specs in stored.values() for spec in specs.values())
     warnings = engine_warnings({name: spec.shape for name, spec in before.items()}, fp8, config)
-    repeats = bool(config.get("num_nextn_predict_layers"))
+    repeats = any(".layers." in name and name.endswith(".embed_tokens.weight") for name in before)
     return SizePrediction(to, nbytes, share_of(fp8, before, config), repeats, warnings)

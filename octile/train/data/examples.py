@@ -93,7 +93,7 @@ def _parse(line: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} is not UTF-8") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error}") from None
+        raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1}") from None
     if not isinstance(row, dict):
         raise ValueError(f"must be a JSON object with {KINDS}, not {quoted(row)}")
     read = {name: value for name, value in row.items() if name in FIELDS and value is not None}
@@ -119,7 +119,7 @@ def _read(
     """The tokens, losses and prompt of an example."""
     kinds = [kind for kind in (("messages",), ("prompt", "completion"), ("text",)) if any(name in row for name in kind)]
     if len(kinds) != 1:
-        raise ValueError(f"must have {KINDS}; it has {', '.join(map(repr, row))}")
+        raise ValueError(f"must have no more than {KINDS}; it has {', '.join(map(repr, row))}")
     if kinds[0] == ("messages",):
         return _conversation(row, tokenizer, template)
     texts = []

@@ -45,6 +45,15 @@ def test_a_bare_configuration_is_enough(tmp_path, config):
     assert len(predictions) == 1
 
 
+def test_a_layer_that_a_folder_announces_and_does_not_have_repeats_nothing(tmp_path):
+    save(DeepseekV3(ModelConfig.tiny()), tmp_path, weights="bf16")
+    assert ModelConfig.tiny().num_nextn_predict_layers == 0
+    config = ModelConfig.tiny().to_hf() | {"num_nextn_predict_layers": 1}  # as transformers writes it
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert not predict_size(tmp_path).repeats
+    assert predict_size(tmp_path / "config.json").repeats
+
+
 def test_weights_of_any_model_are_measured_by_their_headers(tmp_path, hf_folder, moe_tensors, moe_config):
     folder = hf_folder(tmp_path / "src", moe_config | {"model_type": "other"}, moe_tensors)
     prediction = predict_size(folder, "fp8")
