@@ -180,7 +180,12 @@ def staged(folder: Path) -> Iterator[Path]:
 
     If the block fails, `folder` is unchanged. Weight files of an earlier checkpoint in `folder` are removed; files of
     other names stay untouched.
+
+    Raises:
+        NotADirectoryError: `folder` is a file.
     """
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"folder must be a folder, but {str(folder)!r} is a file")
     finish_interrupted(folder)
     staging = folder / STAGING
     created = not folder.exists()

@@ -83,6 +83,7 @@ def save(model: DeepseekV3, folder: str | Path, weights: Weights = "fp8", files:
     Raises:
         TypeError: model is of another class, whose names in Hugging Face's layout are unknown.
         FileExistsError: folder is that of a run, whose config.json would be replaced.
+        NotADirectoryError: folder is a file.
         ValueError: weights is none of the three, or a weight holds NaN or Inf and cannot be quantized.
         FileNotFoundError: one of files is missing.
         OSError: the disk is full. An earlier checkpoint in the folder is unchanged.

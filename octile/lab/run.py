@@ -143,18 +143,21 @@ class _RunObserver:
                 options = f"--step {event.step + 1} --layers {shlex.quote(event.layer)} --products {event.product}"
                 command = f"octile lab capture {quoted_path(self.run.path)} {options}"
                 log.warning("this was the last step; to capture the next one: %s", command)
-        elif event.rule.then == "bf16":
-            log.warning("from step %d on %s", event.step + 1, switch(self.trainer, event.layer, event.product))
+        elif event.rule.then == "bf16" and (change := switch(self.trainer, event.layer, event.product)):
+            log.warning("from step %d on %s", event.step + 1, change)
         self.metrics.write({"step": event.step, "guard": event.record()})
 
 
-def switch(trainer: Trainer, layer: str, product: GemmName) -> str:
+def switch(trainer: Trainer, layer: str, product: GemmName) -> str | None:
     """Switch a GEMM of a layer to the recipe's `compute` dtype, and return a description of the change.
 
-    The two weights of experts share one recipe, so both are switched.
+    The two weights of experts share one recipe, so both are switched. There is no change, and None is returned, if the
+    GEMM was switched before.
     """
     module = layer_weights(trainer.model, layer).modules[layer]
     assert module.recipe is not None
+    if product in module.recipe.high_precision:
+        return None
     module.recipe = module.recipe.without(product)
     path = next(name for name, other in trainer.model.named_modules() if other is module)
     return f"{product} of {path} is computed in {str(module.recipe.compute).removeprefix('torch.')}"

@@ -55,6 +55,12 @@ def test_float32_comes_back_bit_for_bit(folder, model, same):
     assert all(same(found[name], tensor) for name, tensor in model.state_dict().items())
 
 
+def test_a_model_is_not_saved_into_a_file(tmp_path, model):
+    (tmp_path / "model").touch()
+    with pytest.raises(NotADirectoryError, match=r"folder must be a folder, but '.*/model' is a file"):
+        save(model, tmp_path / "model")
+
+
 def test_a_model_is_not_saved_over_a_run(tmp_path, model):
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(FileExistsError, match=r"holds a run, whose config\.json would be replaced"):
