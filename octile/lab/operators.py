@@ -382,19 +382,21 @@ class Computing(TorchDispatchMode):
 
 
 @torch.no_grad()
-def log_probs(model: DeepseekV3, text: Text, compute: Compute = as_called) -> Tensor:
-    """Return the log-probabilities of a text's tokens but the first, float32 [S − 1], with activations in BF16.
-
-    On a CPU `DeepseekV3.log_probs` has FP32 activations; these are those of a GPU.
+def log_probs(
+    model: DeepseekV3, text: Text, compute: Compute = as_called, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """Return the log-probabilities of a text's tokens but the first, float32 [S − 1].
 
     Args:
         model: in evaluation mode.
         text: whose tokens are read.
         compute: computes each operator.
+        dtype: dtype of the activations: bfloat16, as `DeepseekV3.log_probs` has them on a GPU, or float32, as on a CPU.
     """
     device = model.lm_head.weight.device
     tokens_BS = torch.tensor([text.prompt + text.tokens], device=device)
-    with torch.autocast(device.type, torch.bfloat16), without_reduced_precision_reduction(), Computing(compute):
+    precision = torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
+    with precision, without_reduced_precision_reduction(), Computing(compute):
         logits_BSV = model(tokens_BS)
         return (0.0 - cross_entropy(logits_BSV[0, :-1], tokens_BS[0, 1:].contiguous())[0]).cpu()
 

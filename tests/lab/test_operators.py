@@ -150,6 +150,8 @@ def test_the_commands_record_and_recompute(capsys, folders, monkeypatch):
     assert [each["sums"] for each in found["log_probs"]] == ["this CPU's", "Hopper's sums"] == list(found["operators"])
     own = found["operators"]["this CPU's"]
     assert all(each["equal"] == each["values"] and each["error"] is None for each in own)
+    log_probs_here = found["log_probs"][0]
+    assert log_probs_here["equal"] == log_probs_here["tokens"] > 0
 
 
 def test_a_recording_of_other_weights_is_refused(capsys, folders, monkeypatch, recording):

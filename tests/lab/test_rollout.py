@@ -186,6 +186,11 @@ def test_one_prompt_in_three_has_the_common_beginning():
             "difference is in text 2, position 5: 3 of 64 values",
         ),
         (5, Difference(0, 1, "norm", (1, 64), 0.5), "2 log-probabilities differ. The first difference.*of the norm"),
+        (
+            7,
+            Difference(0, 1, "norm", (1, 64), 0.5),
+            "of all log-probabilities, but not of what blocks compute. The first",
+        ),
     ],
 )
 def test_what_is_summary(equal, difference, summary):

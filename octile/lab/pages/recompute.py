@@ -136,10 +136,11 @@ def _compare(recording: Recording, model: DeepseekV3, way: Way, advance: Callabl
     """Compute the log-probabilities of all texts, and compare them with the recorded ones."""
     from octile.lab.operators import count_equal, log_probs
 
+    dtype = torch.float32 if recording.device == "cpu" else torch.bfloat16  # of activations there
     expected, actual = list[Tensor](), list[Tensor]()
     for text in recording.texts:
         expected.append(torch.tensor([*text.read, *text.decoded], dtype=torch.float32))
-        actual.append(log_probs(model, text, way.compute))
+        actual.append(log_probs(model, text, way.compute, dtype))
         advance(1)
     return Agreement(way.name, *count_equal(expected, actual))
 

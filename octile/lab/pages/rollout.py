@@ -236,6 +236,8 @@ def describe(found: Sequence[Agreement], difference: Difference | None) -> str:
         return f"{summary}, though {searched}: the bits depend on what else is in the batch."
     if difference is None:
         return f"{summary}, and of what all blocks compute of the first texts."
+    if not different:
+        summary += ", but not of what blocks compute"
     n_values, n_all = difference.values
     where = f"the output of {difference.where}" if difference.where.startswith("block") else f"the {difference.where}"
     return (
