@@ -271,10 +271,11 @@ def _damage(path: Path, error: SafetensorError) -> str:
         return f"no safetensors file: it would have a header of more than {MAX_HEADER:,} bytes"
     if begin not in (b"{", b""):
         return f"no safetensors file: its header begins with the byte {begin[0]:#04x} instead of {{"
-    expected = 8 + max(length, 2)  # at least {}
+    expected, least = 8 + max(length, 2), "at least "  # a header is at least {}
     if size >= expected:
         with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError), open(path, "rb") as file:
             header, data_begin = read_header(file)
             header.pop("__metadata__", None)
             expected = data_begin + max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
-    return f"damaged: {f'{size} bytes found, {expected} expected' if size != expected else error}"
+            least = ""
+    return f"damaged: {f'{size} bytes found, {least}{expected} expected' if size != expected else error}"

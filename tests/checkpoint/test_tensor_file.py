@@ -116,7 +116,7 @@ def test_a_truncated_file_is_named_with_both_lengths(tmp_path_factory, data):
     whole = path.read_bytes()
     cut = data.draw(st.integers(0, len(whole) - 1))
     path.write_bytes(whole[:cut])
-    with pytest.raises(ValueError, match=rf"a\.safetensors is damaged: {cut} bytes found, \d+ expected"):
+    with pytest.raises(ValueError, match=rf"a\.safetensors is damaged: {cut} bytes found, (at least )?\d+ expected"):
         TensorFile(path)
 
 

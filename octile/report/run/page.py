@@ -176,12 +176,13 @@ def _lead(run: Run) -> str:
 
 
 def _origin(run: Run) -> str:
-    """The data, the date, the version and the command, as far as they are known: a run says all when it has ended."""
+    """Initial weights, data, date, version and command, as far as they are known: a run says all when it has ended."""
     found = run.summary.get("measured_on")
     by = found if isinstance(found, dict) else {}
     version = f" by octile {by['octile']}" if by.get("octile") else ""
     commit = f", commit {by['commit']}" if by.get("commit") else ""
     sentences = [
+        f"Began with the weights of {run.config['init_from']}." if run.config.get("init_from") else "",
         f"Data: {run.config['data']}." if run.config.get("data") else "",
         f"Ended on {by['date']}{version}{commit}." if by.get("date") else "",
         f"Command: {run.summary['command']}" if run.summary.get("command") else "",
@@ -204,6 +205,9 @@ def _facts(run: Run) -> list[tuple[str, str, str]]:
         facts.append(("Held-out loss", f"{held_out:.4f}", " · ".join(notes)))
     else:
         facts.append(("Held-out loss", "–", "not measured yet"))
+    indexers = run.series("indexer_loss")[1]
+    if np.isfinite(indexers).any():
+        facts.append(("Indexers' loss", f"{last_known(indexers):.4f}", f"nats, {indexers[0]:.4f} at first"))
     if run.fact("parameters"):
         active = run.fact("active_parameters")
         note = f"{format_quantity(active)} active per token with the embedding" if active else ""
@@ -232,6 +236,11 @@ def _facts(run: Run) -> list[tuple[str, str, str]]:
 def _notices(run: Run) -> list[str]:
     """Warnings: why the run stopped, non-finite losses, skipped steps, guards, spikes, memorization, damaged lines."""
     notices = [f"Training stopped: {stop['stopped']}." for stop in run.stops if stop["step"] > run.last_step]
+    if run.config.get("indexer_stage") == "warm_up":
+        notices.append(
+            "Only the indexers were trained, so the training loss, that of the model with dense attention, does not "
+            "fall. The held-out loss is that of sparse attention."
+        )
     if run.broken_steps:
         first, others = run.broken_steps[0], len(run.broken_steps) - 1
         more = f" and at {others:,} other step{'s' * (others > 1)}" if others else ""

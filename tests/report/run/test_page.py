@@ -130,6 +130,16 @@ def test_the_head_names_data_date_commit_and_command(make_run):
 
 
 @pytest.mark.usefixtures("without_figures")
+def test_initial_weights_and_a_warm_up_of_indexers_are_named(make_run):
+    lines = [training(step, indexer_loss=3.0 - step) for step in (1, 2)]
+    config = {**CONFIG, "data": "stdlib", "init_from": "runs/dense", "indexer_stage": "warm_up"}
+    words = read_page(write_run_report(make_run(lines, config=config))).words
+    assert "Began with the weights of runs/dense. Data: stdlib." in words
+    assert "Only the indexers were trained, so the training loss" in words
+    assert "Indexers' loss 1.0000 nats, 2.0000 at first" in words
+
+
+@pytest.mark.usefixtures("without_figures")
 def test_the_head_of_a_run_that_has_not_ended_names_its_data(make_run):
     words = read_page(
         write_run_report(make_run(complete_run(), config={**CONFIG, "data": "stdlib"}, summary=None))
