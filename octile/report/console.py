@@ -1,7 +1,8 @@
 """The console on which commands print tables and progress."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from octile.extras import require
@@ -41,3 +42,20 @@ class Console(rich.console.Console):
             raise BrokenPipeError
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
         self.reader_left()
+
+
+@contextmanager
+def progress_bar(what: str, total: int, is_hidden: bool = False) -> Iterator[Callable[[int], None]]:
+    """Show a bar on a terminal; what it yields is called with how much is done in addition.
+
+    Args:
+        what: the name of the work.
+        total: how much there is.
+        is_hidden: show nothing, as for a command that prints JSON.
+    """
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=is_hidden or not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda n: progress.advance(task, n)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from octile.lab.preflight_check import observe_batch
 from octile.lab.what_if import Error
 from octile.options import Positional
 from octile.recipe import Recipe
-from octile.report.console import Console
+from octile.report.console import Console, progress_bar
 from octile.report.style import COLOR, PHONE, WIDE, lay_out, style_axes
 from octile.report.svg import make_chart
 from octile.report.table import Table, screen_table
@@ -97,17 +97,24 @@ def run(options: Options) -> None:
     tokens = read_tokens(options.model, options.text, needed)
     batches = tokens.view(options.batches, options.batch_size, options.sequence_length)
     model = load(options.model).train()
-    found = preflight(
-        model,
-        [(tokens, tokens) for tokens in batches],
-        recipe,
-        least_snr_db=options.least_snr,
-        sample=options.sample,
-        seed=options.seed,
-    )
-    measured = [
-        observe_batch(model, (tokens, tokens), recipe, sample=options.sample, seed=options.seed) for tokens in batches
-    ]
+    with progress_bar("batches", 2 * options.batches, options.json) as advance:
+
+        def counted() -> Iterator[tuple[Tensor, Tensor]]:
+            for tokens in batches:
+                yield tokens, tokens
+                advance(1)
+
+        found = preflight(
+            model,
+            counted(),
+            recipe,
+            least_snr_db=options.least_snr,
+            sample=options.sample,
+            seed=options.seed,
+        )
+        measured = [
+            observe_batch(model, batch, recipe, sample=options.sample, seed=options.seed) for batch in counted()
+        ]
     found.recipe.write(options.write)
     rows = predictions(found, measured)
     if options.json:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from rich.progress import Progress
 from torch import Tensor
 
 from octile.options import Positional
-from octile.report.console import Console
+from octile.report.console import Console, progress_bar
 from octile.report.table import Table, screen_table
 from octile.text import format_count
 
@@ -87,9 +86,9 @@ def run(options: Options) -> None:
     agreements, comparisons = [], []
     for way in used:
         with way.context():
-            with _progress(options, f"operators, {way.name}", len(recording.calls)) as advance:
+            with progress_bar(f"operators, {way.name}", len(recording.calls), options.json) as advance:
                 comparisons.append(recompute(recording, model, way.compute, advance))
-            with _progress(options, f"texts, {way.name}", len(recording.texts)) as advance:
+            with progress_bar(f"texts, {way.name}", len(recording.texts), options.json) as advance:
                 agreements.append(_compare(recording, model, way, advance))
     if options.json:
         rows = [[asdict(each) for each in found] for found in comparisons]
@@ -143,15 +142,6 @@ def _compare(recording: Recording, model: DeepseekV3, way: Way, advance: Callabl
         actual.append(log_probs(model, text, way.compute, dtype))
         advance(1)
     return Agreement(way.name, *count_equal(expected, actual))
-
-
-@contextmanager
-def _progress(options: Options, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on a terminal; what it yields is called with how much is done in addition."""
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=options.json or not console.is_terminal) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda n: progress.advance(task, n)
 
 
 def log_probs_table(found: Sequence[Agreement]) -> Table:

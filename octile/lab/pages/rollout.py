@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
-from rich.progress import Progress
 
 from octile.checkpoint.files import check_output_file
 from octile.options import Positional
-from octile.report.console import Console
+from octile.report.console import Console, progress_bar
 from octile.report.table import Table, screen_table
 from octile.text import format_count
 from octile.validation import Range, check_fields
@@ -111,7 +110,7 @@ def run(options: Options) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     model = load(options.model, device=device)
-    with _progress(options, "training", count) as advance:
+    with progress_bar("training", count, options.json) as advance:
         found = compare(model, texts, advance)
     if options.record is not None:
         record(model, texts).save(options.record)
@@ -119,7 +118,7 @@ def run(options: Options) -> None:
     how = cache.format, 0, engine.batch_invariant
     without_graphs = ModelRunner(weights, n_pages, *how, max_step_tokens=0)
     searched = first_to_search(texts, MAX_SEARCHED)
-    with _progress(options, "searching", len(searched)) as advance:
+    with progress_bar("searching", len(searched), options.json) as advance:
         difference = find_difference(model, without_graphs, texts, searched, advance)
     if options.json:
         rows = [asdict(each) for each in found]
@@ -145,16 +144,6 @@ def _naming_options() -> Iterator[None]:
         for field, option in OPTION_OF_FIELD.items():
             message = message.replace(field, option)
         raise ValueError(message) from None
-
-
-@contextmanager
-def _progress(options: Options, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on a terminal; what it yields is called with how much is done in addition."""
-    console = Console(stderr=True)
-    is_hidden = options.json or not console.is_terminal
-    with Progress(console=console, transient=True, disable=is_hidden) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda n: progress.advance(task, n)
 
 
 def _configure(options: Options, folder: Folder, device: torch.device) -> tuple[Mode, EngineConfig, CacheConfig]:
@@ -191,9 +180,9 @@ def _sample(
     layers = folder.model if options.drafts else replace(folder.model, num_nextn_predict_layers=0)
     cache = replace(cache, gib=n_pages * _bytes_per_page(layers, cache) / 2**30)
     engine, runner = folder.load(device, engine_config, cache)
-    with _progress(options, "sampling", len(prompts) * options.new_tokens) as advance:
+    with progress_bar("sampling", len(prompts) * options.new_tokens, options.json) as advance:
         texts = roll_out(engine, prompts, options.new_tokens, options.seed, advance)
-    with _progress(options, "prefilling", len(prompts)) as advance:
+    with progress_bar("prefilling", len(prompts), options.json) as advance:
         prefill(runner, texts, advance)
     runner.close()
     return texts, runner.forward.weights
