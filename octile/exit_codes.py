@@ -4,6 +4,7 @@
 2      an error that the user can correct, with one line that says how
 1      any other failure
 130    ended by Ctrl-C
+141    octile train was ended because the reader of its output has ended
 143    ended by SIGTERM
 """
 

@@ -35,7 +35,7 @@ from octile.train.memory.check import check_memory, explain_out_of_memory
 from octile.train.run import fine_tune
 from octile.train.run.best_model import BestModel
 from octile.train.run.checkpoints import RunCheckpoints, check_address
-from octile.train.run.console import RunConsole
+from octile.train.run.console import SIGPIPE, RunConsole
 from octile.train.run.deterministic import deterministic
 from octile.train.run.duration import check_duration
 from octile.train.run.folder import RunFolder, lock_folder
@@ -217,6 +217,8 @@ def _train_joined(
                 if checkpoints.can_continue():
                     message = f"stopped at once; to continue from the last checkpoint: {config.resume_command}"
             raise Stopped.by(interrupt, message) from None
+        except BrokenPipeError:  # nothing was trained, so the command has not succeeded
+            raise Stopped("stopped before the first step: the reader of the output has ended", SIGPIPE) from None
         except Exception as error:
             if (explained := explain(error)) is error or will_restart():
                 raise

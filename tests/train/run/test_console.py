@@ -10,11 +10,13 @@ import pytest
 from rich.console import Console
 
 from octile.report.console import Console as OctileConsole
+from octile.signals import Stopped
 from octile.train.data.prepare import prepare
+from octile.train.loop import train
 from octile.train.run.best_model import Best
 from octile.train.run.console import RunConsole
 from octile.train.run.folder import RunFolder
-from tests.train.conftest import MICRO, silent_console
+from tests.train.conftest import MICRO, micro, silent_console
 
 
 @pytest.fixture
@@ -217,6 +219,17 @@ def test_a_reader_that_leaves_stops_the_run():
             console.print("a")
             console.print("b")
     assert stop == [13]
+
+
+def test_a_run_whose_reader_leaves_before_the_first_step_is_no_success(text, tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as file:
+        console = RunConsole(OctileConsole(file=file))
+        with pytest.raises(Stopped, match="before the first step") as stopped:
+            train(micro(data=str(text), out=tmp_path / "run"), False, console)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), write)  # what is still buffered has no reader
+    assert stopped.value.exit_code == 128 + 13
 
 
 @pytest.mark.parametrize("depth", [0, 1])
