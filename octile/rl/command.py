@@ -9,6 +9,7 @@ from octile.options import Given, Hidden, Positional, Section
 from octile.rl.config import RESUMABLE, RLConfig
 from octile.serve.newest_run import newest_run
 from octile.signals import importing
+from octile.text import format_count
 from octile.torchrun import check_one_process
 from octile.train.shared_options import announce
 from octile.validation import check_fields
@@ -84,7 +85,7 @@ def run(options: Options) -> None:
     if options.resume:
         announce(f"resumes {config.out}")
     else:
-        announce(f"trains {config.model} by rewards, seed {config.seed}, {config.steps} steps")
+        announce(f"trains {config.model} by rewards, seed {config.seed}, {format_count(config.steps, 'step')}")
     with importing():
         from octile.rl.loop import train
         from octile.train.run.console import RunConsole

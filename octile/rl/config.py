@@ -89,7 +89,8 @@ class RLConfig:
             check_text(name, str(getattr(self, name)))  # config.json is UTF-8
         if self.prompts_per_step % self.updates:
             raise ValueError(
-                f"prompts_per_step must be divisible by updates, {self.updates}, but it is {self.prompts_per_step}"
+                f"prompts_per_step must be divisible by the {self.updates} updates of a step, but is "
+                f"{self.prompts_per_step}"
             )
 
     @property
