@@ -30,6 +30,7 @@ from octile.nn.conversion_summary import log
 from octile.parallel.device import pick_device
 from octile.recipe import GEMMS, GemmName
 from octile.report.console import Console
+from octile.text import format_count
 from octile.train.config import TrainConfig
 from octile.train.data.packed_tokens import tokens_of
 from octile.train.data.token_store import TokenStore
@@ -232,7 +233,7 @@ def capture_run(
         trainer.load(*load_checkpoint(checkpoint.url, check=False))
     step = trainer.steps_done + 1 if step is None else step
     start = f"from {checkpoint.name}" if checkpoint else "from the beginning, since no checkpoint is older"
-    say(f"step {step}: {start}, {step - trainer.steps_done - 1} steps before it are repeated")
+    say(f"step {step}: {start}, after {format_count(step - trainer.steps_done - 1, 'repeated step')}")
     if unobserved := layer_weights(trainer.model, layers).unobserved:
         say(f"not captured: {why_unobserved(unobserved)}")
     restore_switches(trainer, run, 0, trainer.steps_done)

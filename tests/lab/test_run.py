@@ -276,13 +276,13 @@ def test_a_capture_needs_no_older_checkpoint(unmeasured, tmp_path):
     messages = []
     path = capture_run(unmeasured, 1, LAYER, ("fprop",), tmp_path / "c.safetensors", say=messages.append)
     assert load(path).step == 1
-    assert messages == ["step 1: from the beginning, since no checkpoint is older, 0 steps before it are repeated"]
+    assert messages == ["step 1: from the beginning, since no checkpoint is older, after 0 repeated steps"]
 
 
 def test_a_capture_begins_at_the_newest_checkpoint_before_the_step(unmeasured, tmp_path):
     messages = []
     capture_run(unmeasured, 4, LAYER, ("fprop",), tmp_path / "c.safetensors", say=messages.append)
-    assert messages == ["step 4: from step_00000002, 1 steps before it are repeated"]
+    assert messages == ["step 4: from step_00000002, after 1 repeated step"]
 
 
 def test_a_capture_begins_at_a_checkpoint_in_a_store(unmeasured, tmp_path):
@@ -293,7 +293,7 @@ def test_a_capture_begins_at_a_checkpoint_in_a_store(unmeasured, tmp_path):
     path = capture_run(run, 4, LAYER, ("fprop",), tmp_path / "c.safetensors", say=messages.append)
     assert messages == [
         f"checkpoints: None before, {place} now",
-        "step 4: from step_00000002, 1 steps before it are repeated",
+        "step 4: from step_00000002, after 1 repeated step",
     ]
     whole = capture_run(unmeasured, 4, LAYER, ("fprop",), tmp_path / "d.safetensors", say=messages.append)
     assert torch.equal(load(path).gemms[0].a, load(whole).gemms[0].a)
