@@ -42,7 +42,7 @@ class ExpertShare(NamedTuple):
 
     def __str__(self) -> str:
         share = f"mixtures: {self.mixtures}; experts on this rank: {self.local} of {self.total}"
-        return f"{share}; exchange: {self.exchange}"
+        return f"{share}{' in all of them' if self.mixtures > 1 else ''}; exchange: {self.exchange}"
 
 
 def shard_experts(

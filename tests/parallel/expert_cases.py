@@ -657,7 +657,8 @@ def check_share() -> None:
     whole, mine = copy.deepcopy(model), slice(rank * (E // world), (rank + 1) * (E // world))
     whole[1].experts.down.main_grad = down.main_grad
     share = shard_experts(model)
-    assert str(share) == f"mixtures: 2; experts on this rank: {2 * E // world} of {2 * E}; exchange: all_to_all_single"
+    experts = f"{2 * E // world} of {2 * E} in all of them"
+    assert str(share) == f"mixtures: 2; experts on this rank: {experts}; exchange: all_to_all_single"
     for before, after in zip(whole.parameters(), model.parameters(), strict=True):
         assert torch.equal(after, before[mine] if before.dim() == 3 else before)
     assert torch.equal(model[1].experts.down.main_grad, down.main_grad[mine])
