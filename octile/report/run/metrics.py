@@ -129,10 +129,8 @@ def _replay(text: str) -> tuple[dict[str, tuple[Record, ...]], int]:
         if "loss" in record and step < latest:
             latest = step
             history = {kind: {s: r for s, r in by_step.items() if s <= step} for kind, by_step in history.items()}
-        if "loss" in record:
-            history["guards"].pop(
-                step, None
-            )  # of an earlier run of this step, whose rules fire after its training line
+        if "loss" in record:  # rules fire after it: those of an earlier run of this step are gone
+            history["guards"].pop(step, None)
         latest = max(latest, step)
         for kind, key in KINDS.items():
             if record.get(key, {}) != {}:
