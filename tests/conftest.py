@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+gc.disable()  # until all tests are collected: nothing of them is garbage, and looking for it takes seconds
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -71,6 +72,7 @@ def pytest_collection_finish() -> None:
         if isinstance(logger, logging.Logger):
             logger.propagate = True  # six times a test pytest adds a handler to each of torch's 44 that does not
     _freeze()
+    gc.enable()
     atexit.register(gc.unfreeze)  # extension modules report what is never collected as leaks
 
 
