@@ -73,6 +73,7 @@ def pytest_collection_finish() -> None:
             logger.propagate = True  # six times a test pytest adds a handler to each of torch's 44 that does not
     _freeze()
     gc.enable()
+    gc.set_threshold(10_000)  # new objects, not 700: most tests end before there is garbage
     atexit.register(gc.unfreeze)  # extension modules report what is never collected as leaks
 
 
