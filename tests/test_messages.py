@@ -2,9 +2,9 @@
 
 import ast
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -46,51 +46,59 @@ def known() -> tuple[set[str], set[str]]:
     return {option for _, option in pairs}, {field for field, _ in pairs}
 
 
-def literals(path: Path) -> Iterator[tuple[int, str]]:
-    """The text of each string of a file that is no docstring, with {} for what is inserted, and its line."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    skipped = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    skipped |= {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr):
-            yield node.lineno, "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
-            yield node.lineno, node.value
+class Found(NamedTuple):
+    """What is looked at in the package: where a string is, and the string."""
+
+    texts: list[tuple[str, str]]
+    """Strings that are no docstrings, with {} for what is inserted, outside of `OWN_OPTIONS`."""
+    raised: list[tuple[str, str]]
+    """First arguments of what is raised, as they are written."""
 
 
 @cache
-def texts() -> list[tuple[str, str]]:
-    """Where a string is, and the string."""
-    files = [(path, path.relative_to(PACKAGE).as_posix()) for path in sorted(PACKAGE.rglob("*.py"))]
-    return [
-        (f"{name}:{line}", text)
-        for path, name in files
-        if not name.startswith(OWN_OPTIONS)
-        for line, text in literals(path)
-    ]
+def found() -> Found:
+    """Those of all modules, whose trees are not stored: each garbage collection would look at them."""
+    found = Found([], [])
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        skipped, strings = set[int](), list[ast.JoinedStr | ast.Constant]()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                skipped.update(map(id, node.values))
+                strings.append(node)
+            elif isinstance(node, ast.Constant):
+                if isinstance(node.value, str):
+                    strings.append(node)
+            elif isinstance(node, ast.Expr):
+                skipped.add(id(node.value))
+            elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+                found.raised.append((f"{name}:{node.lineno}", ast.unparse(node.exc.args[0])))
+        if not name.startswith(OWN_OPTIONS):
+            found.texts.extend((f"{name}:{node.lineno}", text_of(node)) for node in strings if id(node) not in skipped)
+    return found
+
+
+def text_of(node: ast.JoinedStr | ast.Constant) -> str:
+    if isinstance(node, ast.Constant):
+        return node.value
+    return "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
 
 
 def test_options_in_messages_exist() -> None:
     options = known()[0] | OTHERS
-    unknown = [(where, o) for where, text in texts() for o in OPTION.findall(text) if o not in options]
+    unknown = [(where, o) for where, text in found().texts for o in OPTION.findall(text) if o not in options]
     assert not unknown
 
 
 def test_fields_in_messages_exist() -> None:
-    unknown = [(where, field) for where, text in texts() for field in FIELD.findall(text) if field not in known()[1]]
+    unknown = [
+        (where, field) for where, text in found().texts for field in FIELD.findall(text) if field not in known()[1]
+    ]
     assert not unknown
 
 
 def test_no_message_of_the_library_begins_with_an_option() -> None:
-    raised = [
-        (f"{path.relative_to(PACKAGE)}:{node.lineno}", text)
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args
-        for text in [ast.unparse(node.exc.args[0]).lstrip("f'\"")]
-        if text.startswith("--")
-    ]
-    assert not raised
+    assert not [(where, text) for where, text in found().raised if text.lstrip("f'\"").startswith("--")]
 
 
 @pytest.mark.parametrize("name", forms())

@@ -10,9 +10,10 @@ from rich.console import Console
 from octile.lab.accumulate import accumulate
 from octile.lab.commands import COMMANDS
 from octile.lab.pages import accumulate as pages_accumulate
+from octile.lab.pages import formats as pages_formats
 from octile.lab.pages.formats import formats_table
 from octile.report.table import screen_table
-from tests.report.conftest import read_page
+from tests.report.conftest import leave_empty, read_page
 from tests.test_cli import call, refused
 
 
@@ -46,7 +47,8 @@ def test_an_unknown_command_is_refused(capsys):
     assert "unknown lab command 'format'; there are formats, accumulate" in refused(capsys, "lab", "format")
 
 
-def test_formats_prints_a_table_and_leaves_a_page(capsys, folder):
+def test_formats_prints_a_table_and_leaves_a_page(capsys, folder, monkeypatch):
+    leave_empty(monkeypatch, pages_formats)
     code, out, _ = call(capsys, "lab", "formats")
     assert code == 0
     assert all(name in out for name in ("FP32", "BF16", "E4M3", "E5M2", "E2M1", "INT8", "448", "57,344"))

@@ -235,7 +235,9 @@ def test_wrong_options_are_refused_in_one_line(folder, options, message):
 
 def test_it_serves_https_at_the_address_that_it_prints(folder, tmp_path):
     files = make_certificate(tmp_path, "server")
-    server = start(folder, "--ssl-certfile", str(files.certfile), "--ssl-keyfile", str(files.keyfile))
+    server = ForkedCommand(
+        arguments(folder, "--ssl-certfile", str(files.certfile), "--ssl-keyfile", str(files.keyfile))
+    )
     try:
         lines = "".join(server.stdout.readline() for _ in range(3))
         url = re.search(r"try it at (https://\S+), .* base_url (\S+)/v1,", lines)
