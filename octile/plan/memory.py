@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from octile.models.config import ModelConfig
 from octile.models.counts import count_parameters
-from octile.parallel.schedules import Schedule, held_activations
+from octile.parallel.schedules import Schedule
 from octile.plan.exchange import hit_probability
 from octile.plan.hardware import Cluster
 from octile.plan.layout import Layout
@@ -38,7 +38,7 @@ def memory_by_kind(
         Where an update by Muon takes more than a pass, working memory is what it takes beyond the activations, which
         it does not need.
     """
-    held = held_activations(schedule)
+    held = schedule.activations
     ranks = (
         _rank_bytes(c, layout, cluster, [stages[stage] for stage in schedule.stages(rank)], held[rank])
         for rank in range(schedule.n_ranks)

@@ -13,13 +13,12 @@ catalog.py          all schedules with their constraints and formulas
 from octile.parallel.schedules.actions import Action, ActionType
 from octile.parallel.schedules.catalog import SCHEDULES, ScheduleKind, make_schedule
 from octile.parallel.schedules.communication import add_communication
-from octile.parallel.schedules.schedule import Schedule
+from octile.parallel.schedules.schedule import Schedule, held_activations
 from octile.parallel.schedules.simulation import (
     Costs,
     Simulation,
     Span,
     StageCosts,
-    held_activations,
     run_actions,
     simulate,
 )

@@ -1,9 +1,15 @@
 """A pipeline schedule: which rank computes what, in which order."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from octile.parallel.schedules.actions import Action
+from octile.parallel.schedules.actions import Action, ActionType, parts
+
+RELEASING = ActionType.FULL_BACKWARD, ActionType.BACKWARD_WEIGHT  # after which activations are needed no more
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,14 @@ class Schedule:
         """The stages whose parameters a rank holds, in ascending order."""
         return tuple(stage for stage in range(self.n_stages) if any(ranks[stage] == rank for ranks in self.placement))
 
+    @cached_property
+    def activations(self) -> tuple[int, ...]:
+        """The most activations that each rank holds at once, in units of one stage's for one micro-batch.
+
+        They are held from the beginning of the forward pass to the end of the full backward pass or weight gradient.
+        """
+        return held_activations(self)
+
     def for_torch(self) -> dict[int, list[Any]]:
         """The table, of torch's actions, that its `_PipelineScheduleRuntime._prepare_schedule_with_comms` takes.
 
@@ -74,3 +88,27 @@ def check_sizes(name: str, n_stages: int, n_micro_batches: int, least_stages: in
         if number < least:
             plural = "" if least == 1 else "es" if what.endswith("h") else "s"
             raise ValueError(f"{name} needs at least {least} {what}{plural}, not {number}")
+
+
+def held_activations(schedule: Schedule, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The most activations that each rank holds at once: they follow from the order of its actions.
+
+    Args:
+        schedule: the schedule.
+        sizes: sizes of the activations of each stage for a micro-batch; 1 each if not given.
+    """
+    return tuple(_most_held(actions, sizes or [1] * schedule.n_stages) for actions in schedule.actions)
+
+
+def _most_held(actions: tuple[Action, ...], sizes: Sequence[int]) -> int:
+    """The largest size of the activations that a rank holds during one of its actions."""
+    held = most = 0
+    for action in actions:
+        for part in parts(action):
+            if part.computation_type == ActionType.FORWARD:
+                held += sizes[part.stage_index]
+                most = max(most, held)
+        for part in parts(action):
+            if part.computation_type in RELEASING:
+                held -= sizes[part.stage_index]
+    return most

@@ -8,7 +8,7 @@ after it was computed; sending and receiving take no time of a rank's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, NamedTuple
@@ -17,7 +17,6 @@ from octile.parallel.schedules.actions import GRADIENTS, Action, ActionType, par
 from octile.parallel.schedules.schedule import Schedule
 from octile.validation import Range, check_fields
 
-RELEASING = ActionType.FULL_BACKWARD, ActionType.BACKWARD_WEIGHT  # after which activations are needed no more
 MAX_TIME = 1e100  # so that sums of times are finite
 Time = Annotated[float, Range(above=0, at_most=MAX_TIME)]
 
@@ -130,13 +129,10 @@ class Simulation:
         """The idle time of the rank that idles longest."""
         return max(self.bubbles)
 
-    @cached_property
+    @property
     def activations(self) -> tuple[int, ...]:
-        """The most activations that each rank holds at once, in units of one stage's for one micro-batch.
-
-        They are held from the beginning of the forward pass to the end of the full backward pass or weight gradient.
-        """
-        return held_activations(self.schedule)
+        """`Schedule.activations`."""
+        return self.schedule.activations
 
 
 def simulate(schedule: Schedule, costs: Costs | StageCosts | None = None) -> Simulation:
@@ -223,27 +219,3 @@ def _inputs(part: Action, n_stages: int) -> Iterator[tuple[bool, int, int]]:
         yield True, stage, batch
         if stage < n_stages - 1:
             yield False, stage + 1, batch
-
-
-def held_activations(schedule: Schedule, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
-    """The most activations that each rank holds at once: they follow from the order of its actions.
-
-    Args:
-        schedule: the schedule.
-        sizes: sizes of the activations of each stage for a micro-batch; 1 each if not given.
-    """
-    return tuple(_most_held(actions, sizes or [1] * schedule.n_stages) for actions in schedule.actions)
-
-
-def _most_held(actions: tuple[Action, ...], sizes: Sequence[int]) -> int:
-    """The largest size of the activations that a rank holds during one of its actions."""
-    held = most = 0
-    for action in actions:
-        for part in parts(action):
-            if part.computation_type == ActionType.FORWARD:
-                held += sizes[part.stage_index]
-                most = max(most, held)
-        for part in parts(action):
-            if part.computation_type in RELEASING:
-                held -= sizes[part.stage_index]
-    return most
