@@ -70,8 +70,8 @@ class FeedForward:
     routes_shared: bool = False
 
     @property
-    def exchanges(self) -> bool:
-        """Whether rows are exchanged with other ranks."""
+    def is_expert_parallel(self) -> bool:
+        """Whether ranks share the experts, and so exchange rows."""
         return self.dispatcher is not None
 
     def for_rows(self, rows: int) -> FeedForward:
@@ -96,21 +96,21 @@ class FeedForward:
             if self.gemms.batch_invariant and not can_fuse_size(w.mlp.down.shape[-1]):
                 return x_TD.add_(self._mlp_in_steps(rms_norm(x_TD, w.post_norm, eps)[0], w.mlp))
             x = self.gemms.norm(x_TD, w.post_norm, eps, w.mlp.x.has_fp8, w.mlp.x.has_values)
-            return self._add_mlp(x_TD, x, w.mlp)
+            return self.gemms.add_nt_(x_TD, self._mlp_hidden(x, w.mlp), w.mlp.down)
         x = self.gemms.norm(x_TD, w.post_norm, eps, w.mlp.x.has_fp8 or w.mlp.shared.x.has_fp8, True)
         if self.exchange is not None:
             return self._add_exchanged(x_TD, x, layer, w.mlp, self.tp.own(slots), self.exchange)
         if self.expert_parallel is None:
             return self._add_mixture(x_TD, x, layer, w.mlp, slots)
-        return x_TD.add_(self._spread_mixture(x, layer, w.mlp, self.tp.own(slots)))
+        return x_TD.add_(self._expert_parallel_mixture(x, layer, w.mlp, self.tp.own(slots)))
 
     def _mlp(self, x: Rows, w: MLPWeights) -> Tensor:
-        gate_TI, up_TI = self.gemms.projections(x, w.x)
-        return self.gemms.nt(self.gemms.swiglu(gate_TI, up_TI, w.down), w.down)
+        return self.gemms.nt(self._mlp_hidden(x, w), w.down)
 
-    def _add_mlp(self, x_TD: Tensor, x: Rows, w: MLPWeights) -> Tensor:
+    def _mlp_hidden(self, x: Rows, w: MLPWeights) -> Rows:
+        """Compute what a SwiGLU layer's down-projection reads."""
         gate_TI, up_TI = self.gemms.projections(x, w.x)
-        return self.gemms.add_nt_(x_TD, self.gemms.swiglu(gate_TI, up_TI, w.down), w.down)
+        return self.gemms.swiglu(gate_TI, up_TI, w.down)
 
     def _mlp_in_steps(self, x_TD: Tensor, w: MLPWeights) -> Tensor:
         """Compute a SwiGLU layer of a width that training cannot fuse: each step rounds to the activations' dtype."""
@@ -137,7 +137,7 @@ class FeedForward:
         unpermute_add_(x_TD, y_RD, row_ids_TK, shared.wait(switches=False), None if is_weighted else weights_TK)
         return x_TD
 
-    def _spread_mixture(self, x: Rows, layer: int, w: MoEWeights, slots: Tensor) -> Tensor:
+    def _expert_parallel_mixture(self, x: Rows, layer: int, w: MoEWeights, slots: Tensor) -> Tensor:
         parallel, dispatcher = self.expert_parallel, self.dispatcher
         assert parallel is not None
         assert dispatcher is not None

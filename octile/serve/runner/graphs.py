@@ -219,7 +219,7 @@ class PrefillGraphs:
             buffers = self._buffers.first(rows, tp.n_own(rows))
             return _Graphs(self._forward.for_rows(rows), buffers, self._record, self._micro_batches)
         except RuntimeError as error:
-            if self._forward.feed_forward.exchanges:
+            if self._forward.feed_forward.is_expert_parallel:
                 raise RuntimeError(
                     f"CUDA graphs of steps of {size} rows could not be captured on this rank, and all ranks need them: "
                     f"{error}"
@@ -334,7 +334,7 @@ class _Graphs:
             with torch.no_grad():  # also in the thread of a micro-batch
                 forward.for_rows(n).after_attention(x_TD, o_TV, layer, block, slots)
 
-        exchanges = forward.feed_forward.exchanges and not isinstance(block.mlp, MLPWeights)
+        exchanges = forward.feed_forward.is_expert_parallel and not isinstance(block.mlp, MLPWeights)
         if self._micro_batches == 1 or not exchanges:
             x_TD, o_TV, slots = rows
             forward.after_attention(x_TD, o_TV, layer, block, slots)
