@@ -183,6 +183,10 @@ HOPPER_OR_TORCH = {  # called by their own modules: what torch does, and what Ho
         "calls what it consists of",
         "up to 8 rows, and latents of 512 + 64 channels in BF16, of FP8 ones for queries",
     ),
+    "weighted_routing_plan": (
+        "calls what it consists of",
+        f"up to {routing_launcher.MAX_ENTRIES_ALONE} entries of up to {routing_launcher.MAX_EXPERTS} experts",
+    ),
 }
 TABLE = {
     "gemm": Backends(why_unsupported, launch_cache.launch, _triton_gemm),
@@ -197,11 +201,6 @@ TABLE = {
     ),
     "routing_plan": Backends(
         routing_launcher.why_not_plan, routing_launcher.routing_plan, _triton("routing_plan", "launch")
-    ),
-    "weighted_routing_plan": Backends(
-        routing_launcher.why_not_weighted_plan,
-        routing_launcher.weighted_routing_plan,
-        _triton("routing_plan", "launch_weighted"),
     ),
     "sequence_balance": Backends(
         routing_launcher.why_not_balance, routing_launcher.sequence_balance, _triton("sequence_balance", "launch")
@@ -252,7 +251,7 @@ TABLE = {
     ),
     "rms_norm_quantize": Backends(_why_not_rms_norm, launcher.rms_norm, _triton("norm", "launch")),
 }
-ROUTING = ("gate", "gate_backward", "count_tokens", "routing_plan", "weighted_routing_plan", "sequence_balance")
+ROUTING = ("gate", "gate_backward", "count_tokens", "routing_plan", "sequence_balance")
 ATTENTION = ("paged_attention", "paged_attention_with_lse")
 QUANTIZATIONS = tuple(name for name in TABLE if name not in ("gemm", *ROUTING, *ATTENTION))
 WITH_HOPPER = (*GEMMS, *QUANTIZATIONS, *ROUTING, *ATTENTION)  # operators that have kernels for Hopper
@@ -273,7 +272,6 @@ SUPPORTED_BY_HOPPER = {  # what the functions `why_not_hopper` of `TABLE` accept
     f"multiples of 8, and at least {gate_backward_launcher.MIN_TOKENS} tokens",
     "count_tokens": _UP_TO,
     "routing_plan": _UP_TO,
-    "weighted_routing_plan": _UP_TO,
     "sequence_balance": "16, 32, … 512 experts, whose counts are not given",
     **dict.fromkeys(ATTENTION, f"BF16 queries of {mla_decode.LATENT} + {mla_decode.ROTARY} channels"),
 }

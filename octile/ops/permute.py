@@ -26,6 +26,7 @@ from torch import Tensor
 
 from octile.formats import GEMM_FORMATS, STORAGE_DTYPES, TILE
 from octile.kernels import backends
+from octile.kernels.cuda.routing import launcher
 from octile.kernels.memory_layout import new_scale
 from octile.ops.gate import MAX_EXPERTS
 from octile.ops.operator import operator
@@ -121,8 +122,7 @@ def weighted_routing_plan(experts: Tensor, weights: Tensor, n_experts: int) -> t
         RuntimeError: on a CPU, an expert is not from 0 to n_experts − 1.
     """
     _check_weighted_plan(experts, weights, n_experts)
-    row_ids, order, offs = routing_plan(experts, count_tokens(experts, n_experts)[0])
-    return row_ids, order, offs, weights.flatten().index_select(0, order)
+    return _weighted_plan(experts, weights, n_experts)
 
 
 @weighted_routing_plan.register_fake
@@ -135,7 +135,13 @@ def _(experts, weights, n_experts):
 @weighted_routing_plan.register_kernel("cuda")
 def _(experts, weights, n_experts):
     _check_weighted_plan(experts, weights, n_experts)
-    return backends.run("weighted_routing_plan", experts, weights, n_experts)
+    run = _weighted_plan if launcher.why_not_weighted_plan(experts, n_experts) else launcher.weighted_routing_plan
+    return run(experts, weights, n_experts)
+
+
+def _weighted_plan(experts: Tensor, weights: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    row_ids, order, offs = routing_plan(experts, count_tokens(experts, n_experts)[0])
+    return row_ids, order, offs, weights.flatten().index_select(0, order)
 
 
 def inverse(order: Tensor) -> Tensor:
@@ -359,18 +365,20 @@ def _check_unpermute(y: Tensor, row_ids: Tensor, add: Tensor | None, weight: Ten
             raise ValueError(f"weight must be {tuple(row_ids.shape)} as row_ids, not {tuple(weight.shape)}")
         check_device("y", y, "weight", weight)
     if add is not None:
-        if add.dtype != y.dtype:
-            raise TypeError(f"add must be {y.dtype} as y, not {add.dtype}")
-        _check_sums("add", add, y, row_ids)
+        _check_addend("add", add, y, row_ids)
 
 
 def _check_unpermute_add(x: Tensor, y: Tensor, row_ids: Tensor, add: Tensor | None, weight: Tensor | None) -> None:
     _check_unpermute(y, row_ids, add, weight)
-    if x.dtype != y.dtype:
-        raise TypeError(f"x must be {y.dtype} as y, not {x.dtype}")
-    _check_sums("x", x, y, row_ids)
+    _check_addend("x", x, y, row_ids)
     if not x.is_contiguous():
         raise ValueError(f"x must be contiguous, not of the strides {x.stride()}")
+
+
+def _check_addend(name: str, addend: Tensor, y: Tensor, row_ids: Tensor) -> None:
+    if addend.dtype != y.dtype:
+        raise TypeError(f"{name} must be {y.dtype} as y, not {addend.dtype}")
+    _check_sums(name, addend, y, row_ids)
 
 
 def _check_sums(name: str, sums: Tensor, y: Tensor, row_ids: Tensor) -> None:

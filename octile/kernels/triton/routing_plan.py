@@ -52,12 +52,6 @@ def launch(experts: Tensor, load: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return row_ids, order, offs
 
 
-def launch_weighted(experts: Tensor, weights: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Count and sort entries as `launch` does, and sort their weights [T, K] → row_ids, order, offs, weights [T·K]."""
-    row_ids, order, offs = launch(experts, launch_count(experts, n_experts, 1)[0])
-    return row_ids, order, offs, weights.flatten().index_select(0, order)
-
-
 def _bins(n_experts: int) -> int:
     return max(triton.next_power_of_2(n_experts), 32)
 

@@ -22,7 +22,7 @@ MAX_EXPERTS = 512  # whose counts fit into shared memory for each warp
 MAX_ENTRIES = 2**31 - 2**16
 COUNT = {"warps": 8, "rounds": 4}  # warps of a block, and entries of a thread
 SORT = {"warps": 16, "rounds": 2}
-MAX_ROUNDS_ALONE = 4  # entries of a thread where one block sorts all
+MAX_ENTRIES_ALONE = 2048  # that one block sorts, at most four a thread
 BALANCE = {"warps": 4, "blocks": 4}  # warps of a block, and blocks that must fit on an SM; at most so many are launched
 SUM_WARPS, SUM_COLUMNS = 16, 32  # warps of a block, and experts
 LANE_EXPERTS = 16  # of a token in a lane
@@ -42,8 +42,10 @@ def why_not_plan(experts: Tensor, load: Tensor) -> str | None:
     return why_not_entries(experts, len(load))
 
 
-def why_not_weighted_plan(experts: Tensor, weights: Tensor, n_experts: int) -> str | None:
+def why_not_weighted_plan(experts: Tensor, n_experts: int) -> str | None:
     """Return why `weighted_routing_plan` does not support a call; None: it does."""
+    if experts.numel() > MAX_ENTRIES_ALONE:
+        return f"there are {experts.numel()} entries, and one block sorts {MAX_ENTRIES_ALONE} at most"
     return why_not_entries(experts, n_experts)
 
 
@@ -76,9 +78,7 @@ def routing_plan(experts: Tensor, load: Tensor) -> tuple[Tensor, Tensor, Tensor]
     """Sort the entries of experts [T, K], with load [E] → row_ids [T, K], order [T·K], offs [E], int32."""
     (t, k), n_experts, device = experts.shape, len(load), experts.device
     experts, warps = experts.contiguous(), SORT["warps"]
-    row_ids = torch.empty(t, k, dtype=torch.int32, device=device)
-    order = torch.empty(t * k, dtype=torch.int32, device=device)
-    offs = torch.empty(n_experts, dtype=torch.int32, device=device)
+    row_ids, order, offs = _new_plan(experts, n_experts)
     blocks, constants = _blocks(t * k, SORT), _constants(experts, n_experts, SORT)
     counts = torch.empty(blocks, n_experts, dtype=torch.int32, device=device)
     _launch(
@@ -96,13 +96,8 @@ def weighted_routing_plan(experts: Tensor, weights: Tensor, n_experts: int) -> t
     """Sort the entries of experts [T, K] and their weights → row_ids [T, K], order [T·K], offs [E], weights [T·K]."""
     (t, k), device, warps = experts.shape, experts.device, SORT["warps"]
     rounds = 1 << (-(-t * k // (32 * warps)) - 1).bit_length()  # so that numbers of rows share a kernel
-    if rounds > MAX_ROUNDS_ALONE:
-        row_ids, order, offs = routing_plan(experts, count_tokens(experts, n_experts, 1)[0])
-        return row_ids, order, offs, weights.flatten().index_select(0, order)
     experts, weights = experts.contiguous(), weights.contiguous()
-    row_ids = torch.empty(t, k, dtype=torch.int32, device=device)
-    order = torch.empty(t * k, dtype=torch.int32, device=device)
-    offs = torch.empty(n_experts, dtype=torch.int32, device=device)
+    row_ids, order, offs = _new_plan(experts, n_experts)
     row_weights = torch.empty(t * k, dtype=torch.float32, device=device)
     constants = {**_constants(experts, n_experts, SORT), "rounds": rounds, "wide_load": False, "alone": True}
     _launch(
@@ -141,6 +136,12 @@ def sequence_balance(
 
 def _constants(experts: Tensor, n_experts: int, settings: dict[str, int]) -> dict[str, int | bool]:
     return {"experts": n_experts, "wide": experts.dtype == torch.int64, **settings}
+
+
+def _new_plan(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = (experts.shape, (experts.numel(),), (n_experts,))
+    row_ids, order, offs = (torch.empty(size, dtype=torch.int32, device=experts.device) for size in sizes)
+    return row_ids, order, offs
 
 
 def _place_bytes(n_experts: int, warps: int) -> int:

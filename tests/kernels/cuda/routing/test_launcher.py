@@ -62,10 +62,7 @@ def test_the_plan(t: int, k: int, n_experts: int, dtype: torch.dtype):
 @pytest.mark.each_value
 @SHAPES
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
-def test_the_plan_of_one_block_with_weights(
-    t: int, k: int, n_experts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(launcher, "MAX_ROUNDS_ALONE", 8)
+def test_the_plan_of_one_block_with_weights(t: int, k: int, n_experts: int, dtype: torch.dtype):
     experts, weights = _experts(t, k, n_experts, dtype), torch.rand(t, k)
     expected = weighted_routing_plan(experts, weights, n_experts)
     for found, wanted in zip(launcher.weighted_routing_plan(experts, weights, n_experts), expected, strict=True):
@@ -73,10 +70,11 @@ def test_the_plan_of_one_block_with_weights(
 
 
 def test_more_entries_than_one_block_takes_have_the_same_plan(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(launcher, "MAX_ROUNDS_ALONE", 2)
+    monkeypatch.setattr(launcher, "MAX_ENTRIES_ALONE", 200)
     experts, weights = _experts(60, 4, 16), torch.rand(60, 4)
+    assert "240 entries, and one block sorts 200" in str(launcher.why_not_weighted_plan(experts, 16))
     expected = weighted_routing_plan(experts, weights, 16)
-    assert all(map(torch.equal, launcher.weighted_routing_plan(experts, weights, 16), expected))
+    assert all(map(torch.equal, weighted_routing_plan.kernels["cuda"](experts, weights, 16), expected))
 
 
 def test_strides_do_not_matter():
