@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _adjust_lr
 
-from octile.optim.row_shards import MatrixOwners, RowShard, most_owned
+from octile.optim.row_shards import MatrixOwners, RowShard, max_owned_elements
 from octile.optim.storage import overwrite_
 
 BATCH = 2**24  # elements of a batch of matrices, if one has no more
@@ -112,7 +112,7 @@ def temporary_bytes(whole: Mapping[tuple[int, int], int], divided: Mapping[tuple
     """
     if ranks == 1:
         whole, divided = {n_k: whole.get(n_k, 0) + divided.get(n_k, 0) for n_k in {**whole, **divided}}, {}
-    owned = most_owned([n_k for n_k, count in divided.items() for _ in range(count)], ranks)
+    owned = max_owned_elements([n_k for n_k, count in divided.items() for _ in range(count)], ranks)
     return max(
         16 * _largest_batch(whole),
         2 * owned + max(4 * owned, 10 * min(owned, _largest_batch(divided))),

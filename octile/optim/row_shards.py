@@ -128,7 +128,7 @@ def matrix_flops(n: int, k: int) -> int:
     return 2 * small**2 * (2 * large + small)
 
 
-def most_owned(shapes: Sequence[tuple[int, int]], n_ranks: int) -> int:
+def max_owned_elements(shapes: Sequence[tuple[int, int]], n_ranks: int) -> int:
     """The elements of the matrices that a rank owns, at most, of matrices of these N and K."""
     owned = Counter[int]()
     for (n, k), owner in zip(shapes, _assign([matrix_flops(n, k) for n, k in shapes], n_ranks), strict=True):

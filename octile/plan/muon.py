@@ -30,18 +30,26 @@ def update_bytes(c: ModelConfig, stages: Sequence[Stage], ep: int, dp: int) -> i
 
     parts = [part for stage in stages for part in stage.parts]
     layers, mixtures = sum(part.layers for part in parts), sum(part.mixtures for part in parts)
-    modules = {
+    modules = _modules(layers, mixtures, sum(part.heads > 1 for part in parts))
+    whole, divided = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    for kind, matrices_of_one in _matrices_of_modules(c).items():
+        for shape, each in matrices_of_one.items():
+            if kind == "routed experts":
+                whole[shape] = modules[kind] * each // ep
+            else:
+                divided[shape] += modules[kind] * each
+    return temporary_bytes(whole, divided, dp)
+
+
+def _modules(layers: int, mixtures: int, predictions: int) -> dict[str, int]:
+    """How many modules of each kind there are in so many layers, of which some are mixtures."""
+    return {
         "attention projections": layers,
         "dense MLP": layers - mixtures,
         "shared experts": mixtures,
-        "MTP projection": sum(part.heads > 1 for part in parts),
+        "routed experts": mixtures,
+        "MTP projection": predictions,
     }
-    divided = Counter[tuple[int, int]]()
-    for kind, count in modules.items():
-        for shape, each in _matrices_of_modules(c).get(kind, {}).items():
-            divided[shape] += count * each
-    experts = _matrices_of_modules(c).get("routed experts", {})
-    return temporary_bytes({shape: mixtures * each // ep for shape, each in experts.items()}, divided, dp)
 
 
 @cache
@@ -49,13 +57,7 @@ def _matrices_of_modules(c: ModelConfig) -> dict[str, dict[tuple[int, int], int]
     """How many matrices [N, K] a module of each kind has, by N and K; modules of a kind have the same."""
     layers = c.num_hidden_layers + c.num_nextn_predict_layers
     mixtures = sum(c.is_moe(layer) for layer in range(layers))
-    modules = {
-        "attention projections": layers,
-        "dense MLP": layers - mixtures,
-        "shared experts": mixtures,
-        "routed experts": mixtures,
-        "MTP projection": c.num_nextn_predict_layers,
-    }
+    modules = _modules(layers, mixtures, c.num_nextn_predict_layers)
     return {
         kind: {shape: count // modules[kind] for shape, count in shapes.items()}
         for kind, shapes in matrices(c).items()
