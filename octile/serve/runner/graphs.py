@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from octile.kernels.cuda.jit.launch import overlapping_launches
 from octile.nn.interleave import run_interleaved
 from octile.serve.model.attention import Queries
 from octile.serve.model.forward import Forward
@@ -52,12 +53,13 @@ class GraphMemory:
     def capture(self, compute: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """Compute once, to compile and choose kernels, then capture it; return what replays it, and its result.
 
-        A graph runs on the current stream. Other threads may use the GPU meanwhile.
+        A graph runs on the current stream. Other threads may use the GPU meanwhile. Its kernels may start before the
+        previous one has ended: none of them writes a weight.
 
         Raises:
             RuntimeError: it cannot be captured, or there is no memory for it.
         """
-        with torch.no_grad(), torch.cuda.device(self.device), self._on_stream():
+        with torch.no_grad(), torch.cuda.device(self.device), self._on_stream(), overlapping_launches():
             compute()
             graph = torch.cuda.CUDAGraph()
             try:

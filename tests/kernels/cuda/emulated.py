@@ -59,7 +59,10 @@ def emulate(
     seed: int = 0,
     num_sms: int = 4,
 ) -> Tensor:
-    """Run a GEMM on an emulated GPU of few SMs, into out; returns out."""
+    """Run a GEMM on an emulated GPU of few SMs, into out; returns out.
+
+    A programmatic kernel begins before the previous one has written a, its scales and the sizes.
+    """
     operands = [_operand(x, config.schedule) for x in (a, b)]
     options = (config.accumulate, config.promote, config.zero_rest)
     request = GemmRequest(config.schedule, *operands, out.dtype, out, sizes, *options)
@@ -67,6 +70,7 @@ def emulate(
     _, pointers = launch_key(request)
     partials, arrivals = torch.full((made.partials,), math.nan), torch.zeros(made.arrivals, dtype=torch.int32)
     addresses = partials.data_ptr(), arrivals.data_ptr()
+    previous = [a[0], a[1].mT, *([] if sizes is None else [sizes])] if config.programmatic else []
     emulator.run(
         "gemm",
         config.constants(),
@@ -77,6 +81,7 @@ def emulate(
         arguments=made.arguments(pointers, *addresses, lambda tensor, pointer: tensor._replace(pointer=pointer)),
         headers=config.headers(),
         memory=[*a[:2], *b[:2], out, partials, arrivals, *([] if sizes is None else [sizes])],
+        previous=previous,
         seed=seed,
         arithmetic="hopper",
     )

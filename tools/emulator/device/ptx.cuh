@@ -159,6 +159,7 @@ inline void warpgroup_fence_operand(float& value) {}
 
 inline void launch_dependents() {}
 inline void wait_for_previous() { emulator::wait_for_previous(); }
+inline void wait_and_launch_dependents() { wait_for_previous(); }
 inline uint4 load_weight_16(const void* from) {
     if (reinterpret_cast<uintptr_t>(from) % 16) emulator::fail("load_weight_16: the address is not 16-byte aligned");
     return *static_cast<const uint4*>(from);

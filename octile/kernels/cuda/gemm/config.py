@@ -68,6 +68,8 @@ class GemmConfig:
         zero_rest: rows after the last group are set to zero; otherwise they are not written.
         a_e5m2, b_e5m2: the operand is E5M2; otherwise E4M3.
         bf16: both operands are BF16, and K counts their bytes.
+        programmatic: the kernel may start before the previous one of the stream has ended (`octile.kernels.cuda.jit.
+            launch.overlapping_launches`); a dense one loads the first tiles of the second operand meanwhile.
 
     Raises:
         ValueError: there is no such kernel. The message gives the reason.
@@ -99,6 +101,7 @@ class GemmConfig:
     a_e5m2: bool = False
     b_e5m2: bool = False
     bf16: bool = False
+    programmatic: bool = False
 
     def __post_init__(self) -> None:
         for holds, why in self._rules():

@@ -39,6 +39,7 @@ __device__ __forceinline__ void prologue(
         if constexpr (config::load_c) init_c_barriers(shared);
         ptx::fence_mbarrier_init();
     }
+    if constexpr (config::programmatic && !loads_weights_early) ptx::wait_and_launch_dependents();
     if (config::schedule != dense && warp == 1) load_groups(groups, size);
     if constexpr (cluster_size > 1) ptx::cluster_sync();
     else __syncthreads();
@@ -57,6 +58,8 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
     const int warp = warp_uniform(threadIdx.x / 32), warpgroup = warp / 4, rank = block_rank_in_cluster();
     const TensorMaps maps{&a_map, &b_map, &a_scale_map, &b_scale_map};
     prologue(shared, maps, &out_map, groups, size, rank, warp);
+    const bool is_producer = warpgroup == config::warpgroups && warp % 4 < pipelines;
+    if (loads_weights_early && !is_producer) ptx::wait_and_launch_dependents();  // a producer does so itself
 
     if (warpgroup == config::warpgroups) {
         // ---- Producer warpgroup: a warp for each pipeline, and one for each consumer whose C is loaded ----

@@ -11,6 +11,9 @@
 #pragma once
 #include "pipeline.cuh"
 
+// Weights, the operand with 128×128 scales, are loaded before the previous kernel has ended, which must not write them.
+constexpr bool loads_weights_early = config::programmatic && config::schedule == dense && has_block_scales;
+
 struct TensorMaps {
     const TensorMap *a, *b, *a_scale, *b_scale;
 };
@@ -41,22 +44,23 @@ __device__ __forceinline__ void run_producer(
     float4* block_scales = reinterpret_cast<float4*>(shared + smem::block_scale) + pipeline_index * smem::scale_slots;
     const bool elected = has_block_scales && ptx::elect_one();
     int unused = config::stages;  // stages that were not loaded yet, which need no acquire
+    bool is_first = loads_weights_early;
 
     while (scheduler.next_tile(tile)) {
         const int a_group = config::schedule == masked ? tile.group : 0, b_group = m_grouped ? tile.group : 0;
         const int k_blocks = count_k_blocks(tile);
 
-        auto load_k_block = [&](int k_block, int stage) {
+        auto load_k_block = [&](int k_block, int stage, bool loads_a = true, bool loads_b = true) {
             const int at = first_k_block(tile) + k_block, k = at * 128;
             ptx::Mbarrier* full = pipeline.full + stage;
             uint8_t* a = shared + smem::a + stage * smem::a_tile;
             uint8_t* b = shared + smem::b + stage * smem::b_tile;
             uint8_t* a_scale = shared + smem::a_scale + stage * smem::a_scales;
             uint8_t* b_scale = shared + smem::b_scale + stage * smem::b_scales;
-            load_box<share_a>(a, maps.a, full, k, tile.m, a_group);
-            if constexpr (a_row_scales) load_box<share_a>(a_scale, maps.a_scale, full, tile.m, at, a_group);
-            load_box<share_b>(b, maps.b, full, k, tile.n, b_group);
-            if constexpr (b_row_scales) load_box<share_b>(b_scale, maps.b_scale, full, tile.n, at, b_group);
+            if (loads_a) load_box<share_a>(a, maps.a, full, k, tile.m, a_group);
+            if (a_row_scales && loads_a) load_box<share_a>(a_scale, maps.a_scale, full, tile.m, at, a_group);
+            if (loads_b) load_box<share_b>(b, maps.b, full, k, tile.n, b_group);
+            if (b_row_scales && loads_b) load_box<share_b>(b_scale, maps.b_scale, full, tile.n, at, b_group);
         };
 
         if constexpr (!has_block_scales) {
@@ -97,9 +101,20 @@ __device__ __forceinline__ void run_producer(
 
             const int ahead = min(k_blocks, unused);  // loaded before the first scales arrive
             unused -= ahead;
+            if (is_first) {
 #pragma unroll 1
-            for (int k_block = 0; k_block < ahead; ++k_block)
-                if (elected) load_k_block(k_block, pipeline.stage + k_block);
+                for (int k_block = 0; k_block < ahead; ++k_block)
+                    if (elected) load_k_block(k_block, pipeline.stage + k_block, a_blocks, !a_blocks);
+                ptx::wait_and_launch_dependents();
+#pragma unroll 1
+                for (int k_block = 0; k_block < ahead; ++k_block)
+                    if (elected) load_k_block(k_block, pipeline.stage + k_block, !a_blocks, a_blocks);
+                is_first = false;
+            } else {
+#pragma unroll 1
+                for (int k_block = 0; k_block < ahead; ++k_block)
+                    if (elected) load_k_block(k_block, pipeline.stage + k_block);
+            }
             write_block_scales(0);
             int k_block = 0;
 #pragma unroll 1
@@ -117,4 +132,5 @@ __device__ __forceinline__ void run_producer(
             }
         }
     }
+    if (is_first) ptx::wait_and_launch_dependents();  // there was no tile
 }

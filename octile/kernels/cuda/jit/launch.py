@@ -1,6 +1,13 @@
-"""Launches of kernels that are specialized by constants: a kernel with its launch shape is prepared once."""
+"""Launches of kernels that are specialized by constants: a kernel with its launch shape is prepared once.
 
-from collections.abc import Mapping
+Within `overlapping_launches` kernels with a constant `programmatic` are launched by programmatic dependent launch. Each
+may start before the previous one of the stream has ended, and waits for it at its start; GEMMs load weights before.
+Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -11,6 +18,25 @@ from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
 
 MAX_KEYS = 8192  # kernels with a launch shape
 _prepared: BoundedCache[PreparedKernel] = BoundedCache(MAX_KEYS)
+_overlapping: ContextVar[bool] = ContextVar("overlapping launches", default=False)
+
+
+@contextmanager
+def overlapping_launches() -> Iterator[None]:
+    """A context in which kernels may start before the previous one of the stream has ended.
+
+    The caller promises that no kernel inside writes the second operand of a dense GEMM, a weight.
+    """
+    token = _overlapping.set(True)
+    try:
+        yield
+    finally:
+        _overlapping.reset(token)
+
+
+def overlaps() -> bool:
+    """Return whether launches are within `overlapping_launches`."""
+    return _overlapping.get()
 
 
 def launch(
@@ -25,7 +51,7 @@ def launch(
     """Launch a kernel on the current stream of a GPU; on meta the kernel is recorded, and its caller goes on.
 
     Args:
-        name, constants: as for `specialize.source`.
+        name, constants: as for `specialize.source`; with `programmatic` if the kernel may start early (`overlaps`).
         device: a CUDA device with its index, or meta.
         blocks, threads, shared_bytes: thread blocks, threads of a block, and its dynamic shared memory.
         arguments: as for `PreparedKernel.launch_at`.
@@ -37,5 +63,7 @@ def launch(
             planning.record(specialize.PlannedKernel(name, constants))
             return
         kernel = specialize.load(name, constants, device)
-        prepared = _prepared[key] = PreparedKernel(kernel, blocks, 1, threads, shared_bytes)
+        prepared = _prepared[key] = PreparedKernel(
+            kernel, blocks, 1, threads, shared_bytes, bool(constants.get("programmatic", False))
+        )
     prepared.launch_at(arguments)()

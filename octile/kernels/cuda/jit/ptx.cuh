@@ -360,6 +360,12 @@ __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontr
 // reads may be written.
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
+// At the start of a kernel that is launched so and reads nothing before its wait.
+__device__ __forceinline__ void wait_and_launch_dependents() {
+    wait_for_previous();
+    launch_dependents();
+}
+
 // Loads 16 bytes that no kernel writes, here and not where they are used, and that no other thread block reads.
 __device__ __forceinline__ uint4 load_weight_16(const void* from) {
     uint4 v;

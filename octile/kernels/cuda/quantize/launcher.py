@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from octile.kernels.cuda.gemm import num_sms, request
-from octile.kernels.cuda.jit.launch import launch
+from octile.kernels.cuda.jit.launch import launch, overlaps
 from octile.kernels.cuda.jit.prepared import Structures, address_of
 from octile.kernels.memory_layout import new_quantized_transposed, new_scale, new_transposed
 
@@ -389,6 +389,7 @@ def swiglu(
         "dtype": DTYPES[gate.dtype], "format": DTYPES[dtype], "power_of_2": power_of_2,
         "weighted": weight is not None, "has_end": ends is not None, "save_inputs": saved_dtype is not None,
         "saved_format": DTYPES[saved.dtype], "saved_power_of_2": saved_power_of_2, **settings,
+        "programmatic": overlaps(),
     }  # fmt: skip
     end = None if ends is None else ends[-1:]
     arguments = (
@@ -474,7 +475,7 @@ def _normalize(
         "dtype": DTYPES[x.dtype], "weight_dtype": DTYPES[weight.dtype],
         "format": DTYPES[torch.float8_e4m3fn if data is None else data.dtype], "power_of_2": power_of_2,
         "quantizes": data is not None, "store_y": y is not None, "units": units, "warps": warps, "rows": rows,
-        "blocks": blocks,
+        "blocks": blocks, "programmatic": overlaps(),
     }  # fmt: skip
     arguments = (*map(address_of, (x, weight, data, scale, rstd, y)), float(eps), 1.0 / k, x.stride(0), m, k)
     resident = None if y is not None else constants["blocks"]
@@ -500,7 +501,7 @@ def _launch_tiles(
     m, k = x.shape[-2:]
     constants = {
         "dtype": DTYPES[x.dtype], "format": DTYPES[dtype], "power_of_2": power_of_2, "scale_given": given is not None,
-        **settings,
+        **settings, "programmatic": overlaps(),
     }  # fmt: skip
     arguments = (*map(address_of, (x, data, scale, given)), *(_strides(x) or ()), m, k, _inverse(_ceil_div(k, SIDE)))
     warp_rows, warps = 2 * settings["rows"], settings["warps"]

@@ -29,6 +29,7 @@ __device__ __forceinline__ float sum_over_threads(float x, float* buffer) {
 extern "C" __global__ void __launch_bounds__(norm_threads, config::blocks)
 rms_norm(const uint8_t* x, const uint8_t* weight, uint8_t* data, float* scale, float* rstds, uint8_t* y, float eps,
          float inverse_k, int64_t x_row, int m, int k) {
+    if constexpr (config::programmatic) ptx::wait_and_launch_dependents();
     constexpr int dtype = config::dtype, format = config::format;
     constexpr bool power_of_2 = config::power_of_2;
     float *buffers = reinterpret_cast<float*>(ptx::dynamic_shared()), *buffer = buffers;

@@ -30,6 +30,7 @@ swiglu(const uint8_t* gate, const uint8_t* up, const float* weight, const int* e
        uint8_t* saved, float* saved_scale, int64_t gate_row, int64_t up_row, int64_t weight_step, int m, int k,
        int tile_inverse) {
     const unsigned k_tiles = (k + tile_columns - 1) / tile_columns, block = quotient(blockIdx.x, k_tiles, tile_inverse);
+    if constexpr (config::programmatic) ptx::wait_and_launch_dependents();
     if constexpr (config::has_end)
         if (static_cast<int>(block * block_rows) >= *end) return;
     TileCoord at;

@@ -11,6 +11,7 @@ extern "C" __global__ void __launch_bounds__(32 * config::warps, config::blocks)
 tiles(const uint8_t* x, uint8_t* data, float* scale, const float* given, int64_t x_batch, int64_t x_row, int m, int k,
       int tile_inverse) {
     constexpr int dtype = config::dtype;
+    if constexpr (config::programmatic) ptx::wait_and_launch_dependents();
     const unsigned k_tiles = (k + tile_columns - 1) / tile_columns, m_blocks = (m + block_rows - 1) / block_rows;
     unsigned block = quotient(blockIdx.x, k_tiles, tile_inverse);  // consecutive thread blocks are neighbors along K
     TileCoord at;

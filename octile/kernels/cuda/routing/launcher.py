@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from octile.kernels.cuda.gemm import num_sms, request
-from octile.kernels.cuda.jit.launch import launch
+from octile.kernels.cuda.jit.launch import launch, overlaps
 
 MAX_EXPERTS = 512  # whose counts fit into shared memory for each warp
 MAX_ENTRIES = 2**31 - 2**16
@@ -85,9 +85,10 @@ def routing_plan(experts: Tensor, load: Tensor) -> tuple[Tensor, Tensor, Tensor]
         "count_experts", {**constants, "of_blocks": True}, experts, blocks, warps, 4 * n_experts, experts, counts, 0,
         t * k, blocks,
     )  # fmt: skip
+    constants |= {"wide_load": load.dtype == torch.int64, "alone": False, "programmatic": False}
     _launch(
-        "place_rows", {**constants, "wide_load": load.dtype == torch.int64, "alone": False}, experts, blocks, warps,
-        _place_bytes(n_experts, warps), experts, load, counts, 0, row_ids, order, offs, 0, load.stride(0), t * k,
+        "place_rows", constants, experts, blocks, warps, _place_bytes(n_experts, warps), experts, load, counts, 0,
+        row_ids, order, offs, 0, load.stride(0), t * k,
     )  # fmt: skip
     return row_ids, order, offs
 
@@ -100,6 +101,7 @@ def weighted_routing_plan(experts: Tensor, weights: Tensor, n_experts: int) -> t
     row_ids, order, offs = _new_plan(experts, n_experts)
     row_weights = torch.empty(t * k, dtype=torch.float32, device=device)
     constants = {**_constants(experts, n_experts, SORT), "rounds": rounds, "wide_load": False, "alone": True}
+    constants |= {"programmatic": overlaps()}
     _launch(
         "place_rows", constants, experts, 1, warps, _place_bytes(n_experts, warps), experts, 0, 0, weights, row_ids,
         order, offs, row_weights, 0, t * k,

@@ -32,6 +32,7 @@ place_rows(const Entry* entries, const void* load, const int* of_blocks, const f
     int *starts = shared, *of_warps = shared + experts, *counts = of_warps + 32;  // counts: [warps, E]
     const int lane = ptx::lane_id(), warp = threadIdx.x / 32, block = blockIdx.x;
     const int first = block * block_entries + warp * 32 * config::rounds + lane;
+    if constexpr (config::programmatic) ptx::wait_and_launch_dependents();
     int expert[config::rounds];
 #pragma unroll
     for (int r = 0; r < config::rounds; ++r) expert[r] = load_expert(entries, first + 32 * r, count);

@@ -164,6 +164,26 @@ def test_each_tile_is_computed_once(along_n: bool):
         _dense(kernel, m_tiles * 64 - 5, n_tiles * 16 - 3, 130, seed)
 
 
+EARLY = (  # kernels that begin before the previous one of the stream has ended
+    "256 rows",
+    "a cluster shares b",
+    "one warpgroup",
+    "two accumulators",
+    "ping-pong",
+    "1D1D",
+    "transposed",
+    "split-K, transposed",
+    "accumulating",
+)
+
+
+@pytest.mark.parametrize("case", _cases(EARLY, {"two accumulators", "1D1D", "a cluster shares b"}))
+def test_weights_are_loaded_before_the_previous_kernel_has_ended_and_nothing_else(case: str):
+    kernel = replace(DENSE[case], programmatic=True)
+    for seed, (m, n, k) in enumerate([(4, 16, 16), (132, 80, 896), (260, 272, 128)]):  # a is contiguous
+        _dense(kernel, m, n, k, seed)
+
+
 LONG = (
     "columns of two blocks",
     "two accumulators",

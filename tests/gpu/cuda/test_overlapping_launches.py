@@ -1,0 +1,80 @@
+"""Kernels that start before the previous one of the stream has ended compute the bits of those that do not."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.formats import BLOCK, TILE
+from octile.kernels.cuda.jit.launch import overlapping_launches
+from octile.ops.grouped import grouped_matmul_nt
+from octile.ops.matmul import matmul_nt
+from octile.ops.norm import rms_norm_quantize
+from octile.ops.permute import permute, unpermute_add_, weighted_routing_plan
+from octile.ops.quantize import quantize
+from octile.ops.swiglu import swiglu_quantize
+
+D, I, E, K = 2048, 1408, 64, 6
+Quantized = tuple[Tensor, Tensor]
+
+
+def weight(*shape: int) -> Quantized:
+    return quantize(torch.randn(shape, device="cuda").bfloat16() / shape[-1] ** 0.5, *BLOCK, "e4m3", False)
+
+
+def multiply(x: Quantized, w: Quantized, offs: Tensor | None = None) -> Tensor:
+    operands = *x, TILE, *w, BLOCK
+    if offs is None:
+        return matmul_nt(*operands, torch.bfloat16)
+    return grouped_matmul_nt(*operands, offs, torch.bfloat16)
+
+
+class Layer:
+    """A projection, shared experts on a stream of their own, and experts, as a decode step launches them."""
+
+    def __init__(self) -> None:
+        self.norm = torch.rand(D, device="cuda").bfloat16() + 0.5
+        self.projection, self.shared = weight(D, D), (weight(4 * I, D), weight(D, 2 * I))
+        self.experts = weight(E, 2 * I, D), weight(E, D, I)
+        self.side = torch.cuda.Stream()
+
+    def add(self, x: Tensor, chosen: Tensor, shares: Tensor) -> None:
+        _, _, _, y = rms_norm_quantize(x, self.norm, 1e-6, "e4m3", False, True)
+        x.add_(multiply(quantize(y, *TILE, "e4m3", False), self.projection))
+        data, scale, _, _ = rms_norm_quantize(x, self.norm, 1e-6, "e4m3", False)
+        current = torch.cuda.current_stream()
+        self.side.wait_stream(current)
+        with torch.cuda.stream(self.side):
+            gate, up = multiply((data, scale), self.shared[0]).chunk(2, dim=-1)
+            shared = multiply(swiglu_quantize(gate, up, "e4m3", False), self.shared[1])
+        row_ids, order, offs, weight_R = weighted_routing_plan(chosen, shares, E)
+        gate, up = multiply(permute(data, scale, row_ids, order), self.experts[0], offs).chunk(2, dim=-1)
+        rows = multiply(swiglu_quantize(gate, up, "e4m3", False, weight_R, offs), self.experts[1], offs)
+        current.wait_stream(self.side)
+        unpermute_add_(x, rows, row_ids, shared)
+
+
+@pytest.mark.parametrize("rows", [9, 32, 100, 256])
+def test_layers_in_a_graph_have_the_bits_of_those_that_are_launched_one_by_one(rows: int):
+    layers = [Layer() for _ in range(4)]
+    x, chosen = torch.zeros(rows, D, device="cuda").bfloat16(), torch.zeros(rows, K, dtype=torch.int64, device="cuda")
+    shares, graph = torch.zeros(rows, K, device="cuda"), torch.cuda.CUDAGraph()
+
+    def compute() -> None:
+        for layer in layers:
+            layer.add(x, chosen, shares)
+
+    with overlapping_launches():
+        compute()  # compiles the kernels
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            compute()
+    for _ in range(20):
+        first, experts = torch.randn(rows, D).bfloat16(), torch.rand(rows, E).topk(K).indices
+        weights = torch.rand(rows, K)
+        for to, value in ((x, first), (chosen, experts), (shares, weights)):
+            to.copy_(value)
+        graph.replay()
+        found = x.clone()
+        x.copy_(first)
+        compute()
+        assert torch.equal(found, x)
