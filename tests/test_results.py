@@ -112,6 +112,16 @@ def test_decoding_is_compared_with_the_faster_of_vllms_experts():
             assert f"| {worst['value']:,} | vLLM 0.26.0 | {peer} | {link} |" in page("README.md")
 
 
+def test_the_ratio_on_an_h100_is_that_of_its_record():
+    case = "V2-Lite shape, FP8 weights, decode, batch 32"
+    [ratio] = [
+        row["against"]["ratio"]
+        for row in record(RECORDS / "h100_vllm.json")["rows"]
+        if row["case"] == case and row["against"]
+    ]
+    assert f"[{ratio:.2f}×](benchmarks/results/h100_vllm.txt)" in page("README.md")
+
+
 def test_a_row_of_the_readme_has_the_day_of_its_record():
     text = (ROOT / "README.md").read_text()
     rows = re.findall(r"\(benchmarks/results/(h200_\w+)\.txt\) \| [^|]* \| (\d+) \|$", text, re.MULTILINE)

@@ -62,7 +62,7 @@ RECORDS: dict[str, tuple[str | None, tuple[str, ...]]] = {  # commit (None: in t
     "serve": (None, SERVE),
     "step": (None, (*TRAIN, "octile/bench/step")),
 }  # fmt: skip
-BOTH_CHIPS = ("attention", "casts", "gemm", "serve", "step", "train", "transformers")
+BOTH_CHIPS = ("attention", "casts", "gemm", "serve", "step", "train", "transformers", "vllm")
 RECORDS |= {f"h100_{name}": RECORDS[f"h200_{name}"] for name in BOTH_CHIPS}
 RECORDS["h100_sparse"] = (
     None, ("octile/kernels/cuda/attention", "octile/ops/sparse_attention.py", "octile/bench/sparse.py")

@@ -132,7 +132,8 @@ def readme() -> Rows:
     add(metric, steps, saved["value"], BF16, saved["against"]["value"], ratio(saved["against"]["ratio"]), ratio(h100))
     _, _, (_, ours, *theirs, times), _ = decoding()
     metric = "`octile serve`'s engine, V2-Lite's shape in FP8, decoding 32 requests, tokens/s"
-    add(metric, record("h200_vllm"), _float(ours), "vLLM 0.26.0", max(map(_float, theirs)), times)
+    h100 = ratio(record("h100_vllm").ratio(f"{SHAPE}, FP8 weights, decode, batch 32", "decode", TRITON))
+    add(metric, record("h200_vllm"), _float(ours), "vLLM 0.26.0", max(map(_float, theirs)), times, h100)
     means = [
         [geometric_mean(speeds) for speeds in zip(*_gemms("FP8", "DeepGEMM", lambda m: m >= 4096, name), strict=True)]
         for name in ("h200_gemm", "h100_gemm")
@@ -435,6 +436,7 @@ def tensor_core() -> Rows:
 
 SHAPE = "V2-Lite shape"
 BATCHES = (1, 32, 256)
+TRITON = "vLLM 0.26.0, triton"
 
 
 def decoding() -> Rows:
@@ -447,6 +449,23 @@ def decoding() -> Rows:
         ours = found[0]["value"]
         cells = [number(speed) for speed in (ours, *speeds.values())]
         rows.append([str(batch), *cells, ratio(ours / max(speeds.values()))])
+    return rows
+
+
+def vllm_on_h100() -> Rows:
+    """Decoding and prompts on one H100 compared with vLLM's Triton experts, with FP8 and with BF16 weights."""
+    head = ["octile, tokens/s", "vLLM, tokens/s", "ratio"]
+    rows = [["", *(f"{weights}: {cell}" for weights in ("FP8", "BF16") for cell in head)]]
+    decoding = [(f"decode, batch {batch}", "decode", f"{_requests(batch)}") for batch in BATCHES]
+    prompts = [
+        (f"prefill, {many}", "throughput", f"prompts, {many}") for many in ("8 × 1,024 tokens", "16 × 4,096 tokens")
+    ]
+    for case, what, name in decoding + prompts:
+        cells = [name]
+        for weights in ("FP8", "BF16"):
+            row = record("h100_vllm").row(f"{SHAPE}, {weights} weights, {case}", what, TRITON)
+            cells += [number(row["value"]), number(row["against"]["value"]), ratio(row["against"]["ratio"])]
+        rows.append(cells)
     return rows
 
 
@@ -679,8 +698,8 @@ TABLES: dict[str, Callable[[], Rows]] = {
         readme,
         step, saved_bytes, converted, torchao_experts, trainers, fp8_speed, cpu_training,
         gemms, interleaved_gemms, memory_bound, cross_entropy, gates, tensor_core,
-        decoding, engine, engine_steps, engine_on_h100, engine_steps_on_h100, drafts, drafts_on_h100, cpu_serving,
-        goals_of_serving, missed_floors,
+        decoding, vllm_on_h100, engine, engine_steps, engine_on_h100, engine_steps_on_h100, drafts, drafts_on_h100,
+        cpu_serving, goals_of_serving, missed_floors,
         gaps, evaluations, regressions, gaps_before, cpu_loss,
     )
 }  # fmt: skip
