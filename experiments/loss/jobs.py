@@ -102,6 +102,8 @@ DESIGNS: dict[str, dict[str, Any]] = {  # changes of the usual configuration
     "usual": {},
     "to-zero": {"decay": 0.4, "final_lr": 0.0},  # a constant rate, then to zero in the last 40% of the steps
     "double-batch": {"batch_size": 2 * BATCH},
+    "muon": {"name": "muon"},
+    "muon-to-zero": {"name": "muon", "decay": 0.4, "final_lr": 0.0},
 }
 NOISE_SEEDS = range(4)
 SCANS: dict[str, dict[str, Any]] = {

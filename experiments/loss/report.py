@@ -764,19 +764,20 @@ def machines(r: Results) -> str:
 
 
 def not_run(missing: Iterable[Job]) -> str:
-    """Return a table of jobs by group, size and recipe: their seeds, or the names of variations of one seed."""
-    seeds: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    """Return a table of jobs by group, size and recipe: their seeds, or the names of variations, with their seeds."""
+    seeds: dict[tuple[str, str, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     variations: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for one in missing:
-        key = (one.group, one.size, one.recipe)
-        if one.name == job(one.group, one.size, one.recipe, one.seed, one.tokens).name:
-            seeds[key].append(one.seed)
+        key, name = (one.group, one.size, one.recipe), one.name.removesuffix(f"-{one.seed}")
+        if name == one.name:
+            variations[key].append(name)
         else:
-            variations[key].append(one.name)
-    rows: Rows = [
-        (*key[:2], f"`{key[2]}`", ", ".join([*_ranges(seeds[key]), *variations[key]]))
-        for key in {**seeds, **variations}
-    ]
+            is_usual = one.name == job(*key, one.seed, one.tokens).name
+            seeds[key]["" if is_usual else f"{name}-"].append(one.seed)
+    rows: Rows = []
+    for key in {**seeds, **variations}:
+        numbered = [f"{name}{numbers}" for name, of_name in seeds[key].items() for numbers in _ranges(of_name)]
+        rows.append((*key[:2], f"`{key[2]}`", ", ".join([*numbered, *variations[key]])))
     return _table([("group", "size", "recipe", "seeds or jobs"), *sorted(rows)]) if rows else "All jobs were run."
 
 
