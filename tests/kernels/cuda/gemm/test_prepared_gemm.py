@@ -113,8 +113,8 @@ def test_an_operand_that_must_be_copied_does_not_share_the_plan_of_scales_with_i
 
 
 def test_other_memory_of_the_same_layout_shares_the_plan(kernel: FakeKernel):
-    launch_cache.launch(_request())
-    launch_cache.launch(_request())
+    for request in [_request() for _ in range(2)]:  # both are alive, so neither has the other's addresses
+        launch_cache.launch(request)
     assert len(launch_cache._prepared) == 1
     assert kernel.launches[0] != kernel.launches[1], "but it has other addresses"
 
