@@ -128,7 +128,7 @@ async def answers_together(
 
         async def run() -> None:
             for i, request in waiting:
-                found[i] = await (_leave(url, request) if request.leaves else _answer(client, request))
+                found[i] = await (leave(url, request) if request.leaves else _answer(client, request))
                 if refused is not None and found[i] == 503:
                     refused.set()
 
@@ -144,7 +144,7 @@ async def _answer(client: httpx.AsyncClient, request: Asked) -> dict[str, Any] |
     return read_stream(response.text) if request.body.get("stream") else read_whole(response.json())
 
 
-async def _leave(url: str, request: Asked) -> None:
+async def leave(url: str, request: Asked) -> None:
     host, _, port = url.removeprefix("http://").rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     content = json.dumps(request.body).encode()
