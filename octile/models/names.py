@@ -27,7 +27,7 @@ def to_hf(state_dict: Mapping[str, Tensor], config: ModelConfig, first_expert: i
         first_expert: the number of the first of the model's experts, if it has only those of one rank.
     """
     tensors = dict(_unstacked(state_dict, first_expert))
-    for shared, own in _shared(config).items():
+    for shared, own in mtp_copies(config).items():
         tensors[shared] = state_dict[own]
     return tensors
 
@@ -47,7 +47,7 @@ def _unstacked(state_dict: Mapping[str, Tensor], first: int) -> Iterator[tuple[s
             yield name, tensor
 
 
-def _shared(config: ModelConfig) -> dict[str, str]:
+def mtp_copies(config: ModelConfig) -> dict[str, str]:
     """Map the names of the prediction layer's copies to the names of the tensors that they copy."""
     copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
     layers = range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -18,15 +17,13 @@ from octile.bench.casts import halves
 from octile.bench.goals import ROOFLINE
 from octile.bench.rows import Row, byte_rate
 from octile.bench.timing import seconds
-from octile.checkpoint.fp8_layout import fp8_specs, is_stored_in_fp8
 from octile.models.config import ModelConfig
-from octile.models.counts import kind_of
-from octile.models.meta import checkpoint_shapes
 from octile.plan.hardware import find_gpu
 from octile.serve.engine.engine import Engine
 from octile.serve.model.feed_forward import PARTS, ExpertLoad
 from octile.serve.runner.kv_cache import CacheFormat, bytes_per_row
 from octile.serve.runner.model_runner import ModelRunner
+from octile.serve.weights.weight_bytes import BF16_BYTES, EMBEDDING, ROUTED, weight_bytes
 
 COPIED = 2**32  # bytes that the copy reads and writes
 
@@ -108,8 +105,7 @@ def roofline_rows(
     yield Row(case, "share of a copy's speed", 100 * total / bandwidths.copy / step.seconds, "%")
 
 
-BF16_BYTES, FP32_BYTES = 2, 4
-ROUTED, EMBEDDING, CACHE = "routed experts", "embedding", "cache"
+CACHE = "cache"
 
 
 def decode_bytes(
@@ -142,22 +138,9 @@ def decode_bytes(
             f"experts_read must be from 0 to {mixtures * c.n_routed_experts}, the routed experts of {mixtures} layers, "
             f"not {experts_read}"
         )
-    found = Counter[str]()
-    prediction = f"model.layers.{c.num_hidden_layers}."
-    for name, shape in checkpoint_shapes(c).items():
-        if not name.startswith(prediction):
-            found[kind_of(name)] += _weight_bytes(name, shape, fp8)
+    found = Counter(weight_bytes(c, fp8).main)
     if found[ROUTED]:  # experts of one size
         found[ROUTED] = found[ROUTED] // (mixtures * c.n_routed_experts) * experts_read
     found[EMBEDDING] = len(lengths) * c.hidden_size * BF16_BYTES
     found[CACHE] = sum(lengths) * c.num_hidden_layers * bytes_per_row(c.kv_lora_rank, c.qk_rope_head_dim, cache_format)
     return dict(found)
-
-
-def _weight_bytes(name: str, shape: tuple[int, ...], fp8: bool) -> int:
-    """The bytes of a weight as serving holds it, by its name in a checkpoint."""
-    if name.endswith("bias"):
-        return prod(shape) * FP32_BYTES
-    if fp8 and is_stored_in_fp8(name, shape) and ".kv_b_proj." not in name:  # W_UK and W_UV are dequantized
-        return sum(spec.nbytes for spec in fp8_specs(name, shape).values())
-    return prod(shape) * BF16_BYTES

@@ -8,6 +8,7 @@ replaceable.py            `ReplaceableWeights`: those of a folder, which others 
 source.py                 where those others are
 block_weights.py          the weights of a block, as GEMMs read them, and parts of weights
 head_share.py             the weights of some heads of attention
+weight_bytes.py           the bytes of all weights, by a configuration alone
 exact.py                  exact mode: what it implies for an engine, and what it refuses
 routed_shared_experts.py  shared experts that are routed like others
 """
