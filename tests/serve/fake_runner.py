@@ -70,6 +70,9 @@ class FakeRunner:
     def logits(self, hidden):
         return torch.stack([self.logits_after(self.prefixes[int(row)]) for row in hidden[:, 1]])
 
+    def step_costs(self, n_requests, n_drafts):
+        return (1.0, *(1.45 + 0.3 * i for i in range(n_drafts)))
+
     def check_weights(self):
         pass
 

@@ -6,17 +6,18 @@ yield
 
     E(k) = 1 + r₁ + r₁·r₂ + … + r₁·…·r_k    tokens
 
-and takes c(k) times as long as one without drafts. The count is the k with the most tokens per time, E(k) / c(k).
+and takes c(k) times as long as one without drafts. The count is the k with the most tokens per time, E(k) / c(k). The
+costs c(k) depend on the model and on how many requests run (`Runner.step_costs`).
 
-A request begins as if of four drafts at each position 80% had been accepted, so with up to three drafts: DeepSeek-V3
-reports 85 to 90% for the first one, octile's records have 68 and 93%. Where nothing is accepted, four steps show it. A
-rate is the mean of these four and of what was seen, and from 16 on an exponential average. Positions that the count
-leaves out are not seen any more. Therefore, after 64 steps, or 16 without drafts, the rate of the first of them is
-raised to where its draft would just pay, and the next draft there decides. If it is rejected, twice as many steps pass
-before the next trial, up to 512.
+A request begins as if of four drafts at each position 80% had been accepted: DeepSeek-V3 reports 85 to 90% for the
+first one, octile's records have 68 and 93%. A rate is the mean of these four and of what was seen, and from 16 on an
+exponential average. Where nothing is accepted, one to four steps show it if a draft costs half a step or more, and up
+to 18 where it costs a seventh. Positions that the count leaves out are not seen any more. Therefore, after 64 steps, or
+16 without drafts, the rate of the first of them is raised to where its draft would just pay, and the next draft there
+decides. If it is rejected, twice as many steps pass before the next trial, up to 512.
 
-The count depends on the request's own drafts alone, and not on how long steps take in fact: a request that is alone
-takes the same steps each time, and ranks that share a request agree.
+The count depends on the request's own drafts and on how many requests run, and not on how long steps take in fact. So a
+request that is alone takes the same steps each time, and ranks that share a request agree.
 
 Source: E(k) / c(k) is the speed-up of Leviathan et al. (arXiv 2211.17192) §3.3, here with a rate for each position.
 """
@@ -25,14 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from octile.serve.engine.config import MAX_DRAFTS
-
-# c(k), by octile bench serve with one client and the preset `small` on one GPU: c(1) is 1.45 on an H200 and on an H100,
-# c(2) 1.69 and 1.81 (benchmarks/results/h200_serve.txt and h100_serve.txt: tokens per step, which follow from the share
-# of accepted drafts, divided by the ratio of tokens/s). Of V2-Lite's shape, without the prediction layer, two, four and
-# eight rows take 1.32, 1.85 and 2.84 times as long as one (benchmarks/history/few-rows/README.md): 0.26 to 0.32 a row.
-FIRST, FURTHER = 0.45, 0.3  # of a step without drafts
-COSTS = (1.0, *(1 + FIRST + FURTHER * i for i in range(MAX_DRAFTS)))
 PRIOR, PRIOR_SEEN = 0.8, 4  # rate of each position at first, and how many drafts it stands for
 SEEN = 16  # drafts after which a rate is an exponential average
 FIRST_TRIAL, TRIAL, MAX_TRIAL = 16, 64, 512  # steps before the first position, or another one, is tried again
@@ -47,10 +40,12 @@ class DraftCount:
         expected: E(k) of each k from 0 to most, in tokens.
 
     Args:
-        most: drafts at most, at least 1.
+        costs: c(k) of each k from 0 to most, at first; most is at least 1.
     """
 
-    def __init__(self, most: int):
+    def __init__(self, costs: Sequence[float]):
+        most = len(costs) - 1
+        self._costs = costs
         self._rates = [PRIOR] * most
         self._seen = [PRIOR_SEEN] * most
         self._steps, self._trials = 0, _trials(most)  # with fewer drafts than most; after how many a position is tried
@@ -58,13 +53,15 @@ class DraftCount:
         self._tried: float | None = None  # the rate of its position before the trial
         self._choose()
 
-    def record(self, offered: int, accepted: int) -> None:
+    def record(self, offered: int, accepted: int, costs: Sequence[float]) -> None:
         """Take in a step of the request, in which the model has verified its drafts, and choose the count anew.
 
         Args:
             offered: drafts that were verified; 0: none.
             accepted: those before the first that was rejected.
+            costs: c(k) of the next step.
         """
+        self._costs = costs
         if offered >= self._limit > accepted and self._tried is not None:
             self._rates[self._limit - 1] = self._tried  # the trial has failed
         for i in range(min(accepted + 1, offered)):
@@ -86,45 +83,55 @@ class DraftCount:
 
     def _choose(self) -> None:
         self.expected = _expected(self._rates)
-        self.count = min(best_count(self.expected), self._limit)
+        self.count = best_count(self.expected[: self._limit + 1], self._costs)
 
     def _try_one_more(self) -> None:
         """Raise the rate of the first position that is left out to where its draft would just pay, if it can."""
-        k, expected = self.count, self.expected
-        self._steps, self._trials[k] = 0, min(2 * self._trials[k], MAX_TRIAL)
+        if self._tried is not None:  # the last trial's draft was not made, since the costs have risen, for example
+            self._rates[self._limit - 1] = self._tried
+            self._limit, self._tried = len(self._rates), None
+            self._choose()
+        k, expected, self._steps = self.count, self.expected, 0
+        if k == len(self._rates):
+            return
+        self._trials[k] = min(2 * self._trials[k], MAX_TRIAL)
         reached = expected[k] - expected[k - 1] if k else 1.0  # the probability that all k drafts are accepted
-        gain = expected[k] * (COSTS[k + 1] / COSTS[k] - 1)
+        gain = expected[k] * (self._costs[k + 1] / self._costs[k] - 1)
         if gain <= reached:
             self._rates[k], self._tried = max(self._rates[k], gain / reached), self._rates[k]
             self._limit = k + 1
             self._choose()
 
 
-def best_count(expected: Sequence[float]) -> int:
+def best_count(expected: Sequence[float], costs: Sequence[float]) -> int:
     """Return the count of drafts with the most tokens per time, of equal ones the largest.
 
     Args:
         expected: tokens of a step with 0, 1, … drafts, of one request or summed over several.
+        costs: c(k) of as many drafts, or of more.
     """
     best = 0
     for k in range(1, len(expected)):
-        if expected[k] * COSTS[best] >= expected[best] * COSTS[k] * (1 - ROUNDING):
+        if expected[k] * costs[best] >= expected[best] * costs[k] * (1 - ROUNDING):
             best = k
     return best
 
 
-def shared_count(requests: Sequence[DraftCount]) -> int:
+def shared_count(requests: Sequence[DraftCount], costs: Sequence[float]) -> int:
     """Return how many drafts a step makes of which all requests have as many rows.
 
     It is the count with the most tokens of all requests per time, where each has no more drafts than its own count. A
-    step of one request has the request's own. The costs are those of one request: those of many read most experts in
-    any case, so that a draft costs less.
+    step of one request has the request's own.
+
+    Args:
+        requests: requests of the step.
+        costs: c(k) of a step of so many requests.
     """
     most = max((request.count for request in requests), default=0)
     if most == min((request.count for request in requests), default=0):
         return most
     sums = [sum(request.expected[min(k, request.count)] for request in requests) for k in range(most + 1)]
-    return best_count(sums)
+    return best_count(sums, costs)
 
 
 def _trials(most: int) -> list[int]:

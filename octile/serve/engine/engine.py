@@ -153,7 +153,7 @@ class Engine:
         self._n_requests += 1
         self._requests[request.id] = request
         if self.config.n_drafts:
-            request.draft_count = DraftCount(self.config.n_drafts)
+            request.draft_count = DraftCount(self._step_costs)
         sampling = request.sampling
         self._texts[request.id] = TextStream(self._tokenizer, sampling.stop, sampling.skip_special_tokens)
         if not sampling.grammar:
@@ -315,7 +315,13 @@ class Engine:
         """How many drafts the next decode step should make for each of the running requests."""
         if not self.config.n_drafts:
             return 0
-        return shared_count([r.draft_count for r in self._scheduler.running.values() if r.draft_count is not None])
+        counts = [r.draft_count for r in self._scheduler.running.values() if r.draft_count is not None]
+        return shared_count(counts, self._step_costs)
+
+    @property
+    def _step_costs(self) -> Sequence[float]:
+        """The costs of the next decode step's drafts, of as many requests as run, or of one."""
+        return self._runner.step_costs(max(1, self.n_running), self.config.n_drafts)
 
     @property
     def can_launch(self) -> bool:
@@ -596,7 +602,7 @@ class Engine:
         request.drafted_tokens += n_drafts
         request.accepted_tokens += min(len(chosen) - 1, len(tokens) - length)
         if request.draft_count is not None:
-            request.draft_count.record(n_drafts, len(chosen) - 1)
+            request.draft_count.record(n_drafts, len(chosen) - 1, self._step_costs)
         if len(tokens) > length and (not request.weights_versions or request.weights_versions[-1][1] != version):
             request.weights_versions.append((length, version))
         if error is None:

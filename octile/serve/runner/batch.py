@@ -212,6 +212,17 @@ class Runner(Protocol):
         """
         ...
 
+    def step_costs(self, n_requests: int, n_drafts: int) -> Sequence[float]:
+        """Return how long decode steps with 0, 1, … n_drafts drafts of each request take, relative to one without.
+
+        They are the same each time, and on all ranks that share requests. Only if the model can draft.
+
+        Args:
+            n_requests: requests of the steps, at least 1.
+            n_drafts: drafts of each at most.
+        """
+        ...
+
     def check_weights(self) -> None:
         """Check that `update_weights` can be called now.
 

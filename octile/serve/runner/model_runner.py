@@ -52,6 +52,7 @@ from octile.serve.runner.step import (
     padded_size,
     send,
 )
+from octile.serve.runner.step_costs import StepCosts
 from octile.serve.runner.warm_up import SAMPLED, warm_up_batches
 from octile.serve.weights.generation_config import tokens_of
 from octile.serve.weights.live import LiveWeights
@@ -152,6 +153,7 @@ class ModelRunner:
         self.forward = Forward.make(
             weights, self.cache, self.max_position, batch_invariant, self.expert_load, self.expert_parallel, self.index
         )
+        self._step_costs = StepCosts.of(self.forward) if self.can_draft else None
         self._check = BatchCheck(self.vocab_size, self.max_position, n_pages)
         self.n_drafts, self._max_batch, self._max_step_tokens = n_drafts, max_batch, max_step_tokens
         if self._waits_for_index() and (max_batch or max_step_tokens):
@@ -319,6 +321,11 @@ class ModelRunner:
     def expert_tokens(self) -> Mapping[int, tuple[int, ...]] | None:
         """The tokens of each expert in the window, by layer; see `octile.serve.runner.batch.Runner`."""
         return None if self.expert_load is None else self.expert_load.in_window
+
+    def step_costs(self, n_requests: int, n_drafts: int) -> Sequence[float]:
+        """Return how long decode steps with drafts take; see `octile.serve.runner.batch.Runner`."""
+        assert self._step_costs is not None  # the engine drafts only if the model can
+        return self._step_costs.of_requests(n_requests, n_drafts)
 
     def check_weights(self) -> None:
         """Check that `update_weights` can be called now; see `octile.serve.runner.batch.Runner`.

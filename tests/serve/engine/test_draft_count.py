@@ -6,7 +6,10 @@ from random import Random
 
 import pytest
 
-from octile.serve.engine.draft_count import COSTS, DraftCount, best_count, shared_count
+from octile.serve.engine.draft_count import DraftCount, best_count, shared_count
+
+COSTS = [1.0, *(1.45 + 0.3 * i for i in range(7))]  # of steps with 0 to 7 drafts
+JUMP = [1.0, 1.2, 1.72, 1.92]  # two drafts are rows for another kernel
 
 Accepts = Callable[[int], Sequence[bool]]  # of a step's number, whether each draft is accepted if those before it are
 
@@ -17,7 +20,8 @@ def counts_of(most: int, steps: int, accepts: Accepts, ahead: bool = False) -> t
     With `ahead`, a step is launched before the one before it is collected, and verifies no more drafts than that one
     has made.
     """
-    request, counts, tokens, made = DraftCount(most), list[int](), 0, most
+    costs = COSTS[: 1 + most]
+    request, counts, tokens, made = DraftCount(costs), list[int](), 0, most
     not_collected: list[tuple[int, int]] = []
     for step in range(steps):
         counts.append(request.count)
@@ -27,7 +31,7 @@ def counts_of(most: int, steps: int, accepts: Accepts, ahead: bool = False) -> t
         tokens += 1 + accepted
         not_collected.append((offered, accepted))
         if len(not_collected) > ahead:
-            request.record(*not_collected.pop(0))
+            request.record(*not_collected.pop(0), costs)
     return counts, tokens / sum(COSTS[count] for count in counts)
 
 
@@ -102,33 +106,63 @@ def test_texts_of_both_kinds_are_faster_than_with_any_fixed_count():
 
 
 def test_a_step_without_verified_drafts_changes_no_rate():
-    request = DraftCount(3)
+    request = DraftCount(COSTS[:4])
     expected = request.expected
     for _ in range(10):
-        request.record(0, 0)
+        request.record(0, 0, COSTS[:4])
     assert (request.expected, request.count) == (expected, 3)
 
 
 def test_the_count_has_the_most_tokens_per_time_and_of_equal_ones_is_the_largest():
-    assert best_count([1.0]) == 0
-    assert best_count([1.0, 1.44]) == 0
-    assert best_count([1.0, 1.45]) == 1
-    assert best_count([1.0, 1.9, 2.71, 2.71]) == 2
+    assert best_count([1.0], COSTS) == 0
+    assert best_count([1.0, 1.44], COSTS) == 0
+    assert best_count([1.0, 1.45], COSTS) == 1
+    assert best_count([1.0, 1.9, 2.71, 2.71], COSTS) == 2
+    assert best_count([1.0, 1.9, 2.71, 3.44], JUMP) == 3
 
 
 def test_requests_of_one_count_share_a_step_of_it():
-    assert shared_count([]) == 0
-    assert shared_count([DraftCount(3), DraftCount(3)]) == 3
+    assert shared_count([], COSTS) == 0
+    assert shared_count([DraftCount(COSTS[:4]), DraftCount(COSTS[:4])], COSTS) == 3
 
 
-def rejected(most: int) -> DraftCount:
-    request = DraftCount(most)
+def rejected(costs: Sequence[float]) -> DraftCount:
+    request = DraftCount(costs)
     while request.count:
-        request.record(request.count, 0)
+        request.record(request.count, 0, costs)
     return request
 
 
 @pytest.mark.parametrize(("n_right", "n_wrong", "count"), [(3, 1, 2), (1, 3, 0)])
 def test_a_shared_step_has_the_count_with_which_all_requests_have_the_most_tokens(n_right, n_wrong, count):
-    requests = [DraftCount(2) for _ in range(n_right)] + [rejected(2) for _ in range(n_wrong)]
-    assert shared_count(requests) == count
+    requests = [DraftCount(COSTS[:3]) for _ in range(n_right)] + [rejected(COSTS[:3]) for _ in range(n_wrong)]
+    assert shared_count(requests, COSTS) == count
+
+
+@pytest.mark.parametrize(("second", "count"), [(1.5, 2), (1.9, 1)])
+def test_a_shared_step_has_the_costs_of_as_many_requests(second, count):
+    requests = [DraftCount(COSTS[:3]), rejected(COSTS[:3]), DraftCount(COSTS[:3])]
+    assert shared_count(requests, [1.0, 1.2, second]) == count
+
+
+def test_a_request_has_more_drafts_where_they_cost_less_and_fewer_where_they_cost_more():
+    request, counts = DraftCount(COSTS[:4]), []
+    for costs in ([1.0, 1.1, 1.2, 1.3], [1.0, 2.0, 3.0, 4.0], [1.0, 1.2, 1.4, 2.2], COSTS[:4]):
+        request.record(0, 0, costs)
+        counts.append(request.count)
+    assert counts == [3, 0, 2, 3]
+
+
+def test_a_trial_that_costs_put_off_leaves_its_rate_as_it_was():
+    request = rejected([1.0, 1.45])
+    rate = request.expected[1]
+    while not request.count:
+        request.record(0, 0, [1.0, 1.45])
+    assert request.expected[1] == pytest.approx(1.45)
+    for _ in range(64):  # twice the steps before the next trial: no draft can pay then
+        request.record(0, 0, [1.0, 2.1])
+    assert (request.count, request.expected[1]) == (0, rate)
+    while not request.count:
+        request.record(0, 0, [1.0, 1.45])
+    request.record(1, 0, [1.0, 1.45])
+    assert (request.count, request.expected[1] < rate) == (0, True)
