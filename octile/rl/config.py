@@ -57,8 +57,8 @@ class RLConfig:
         prompts_sha256, reward_sha256: checksums of the files when the run began, of which a resumed run needs the same.
 
     Raises:
-        TypeError, ValueError: a field has another type or is outside its range, or updates does not divide
-            prompts_per_step.
+        TypeError, ValueError: a field has another type or is outside its range, updates does not divide
+            prompts_per_step, or micro_batches is above the completions of an optimizer step.
     """
 
     model: Path | None = None
@@ -91,6 +91,12 @@ class RLConfig:
             raise ValueError(
                 f"prompts_per_step must be divisible by the {self.updates} updates of a step, but is "
                 f"{self.prompts_per_step}"
+            )
+        completions = self.prompts_per_step // self.updates * self.group_size
+        if self.micro_batches > completions:
+            raise ValueError(
+                f"micro_batches must be at most the {completions} completions of an optimizer step, but is "
+                f"{self.micro_batches}"
             )
 
     @property

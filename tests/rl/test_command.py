@@ -66,6 +66,7 @@ def test_the_printed_command_has_a_prompt_that_a_shell_reads_as_it_is(
         (["{model}", "--reward", "none"], "--reward 'none' does not exist"),
         (["{model}", "--group-size", "1"], "--group-size must be at least 2, not 1"),
         (["{model}", "--updates", "3"], "--prompts-per-step must be divisible by the 3 updates of a step, but is 16"),
+        (["{model}", "--micro-batches", "257"], "--micro-batches must be at most the 256 completions of an optimizer"),
         (["{model}", "--clip", "1"], "--clip must be below 1, not 1.0"),
         (["{model}", "--max-new-tokens", "600"], "--max-new-tokens must be at most 505"),
         (["{model}", "--out", "{model}"], "holds a run already"),
