@@ -208,14 +208,22 @@ def test_the_small_preset_is_compared_with_bf16_of_the_same_record(path, run):
     assert row in page("benchmarks/history/training-step/README.md")
 
 
+def pipeline_speed(preset: str) -> str:
+    """How many times as fast as one GPU two train a preset with 1F1B."""
+    text = (ROOT / "benchmarks" / "history" / "pipeline" / f"by_time_{preset}.txt").read_text()
+    speeds = defaultdict[str, list[int]](list)
+    for phase, speed in re.findall(rf"^{preset} (\S+), rank .*? ([\d,]+) tokens/s", text, re.MULTILINE):
+        speeds[phase].append(int(speed.replace(",", "")))
+    return f"{fmean(speeds['1f1b']) / fmean(speeds['alone']):.2f}"
+
+
 @pytest.mark.parametrize("name", ["docs/schedules.md", "docs/parallel.md"])
 def test_the_speed_of_a_pipeline_stands_beside_that_of_one_gpu(name):
-    text = (ROOT / "benchmarks" / "history" / "pipeline" / "captured_medium.txt").read_text()
-    speeds = defaultdict[str, list[int]](list)
-    for phase, speed in re.findall(r"^medium (\S+), rank .*? ([\d,]+) tokens/s", text, re.MULTILINE):
-        speeds[phase].append(int(speed.replace(",", "")))
-    of_one = fmean(speeds["1f1b"]) / fmean(speeds["alone"])
-    assert f"train `medium` {of_one:.2f} times as fast as one" in page(name)
+    assert f"train `medium` {pipeline_speed('medium')} times as fast as one" in page(name)
+
+
+def test_the_speed_of_a_pipeline_of_a_small_model_stands_beside_that_of_one_gpu():
+    assert f"`small` {pipeline_speed('small')} times" in page("docs/parallel.md")
 
 
 @pytest.mark.parametrize(
