@@ -43,10 +43,9 @@ from octile.optim.gradient import gradient_of
 from octile.parallel.messages import all_gather_messages, receive_message, send_message
 from octile.parallel.ranks import world
 from octile.parallel.schedules.actions import Action, ActionType, describe, parts
-from octile.parallel.schedules.communication import add_communication
+from octile.parallel.schedules.communication import SENDS_IN_FLIGHT, add_communication
 from octile.parallel.schedules.schedule import Schedule
 
-SENDS_IN_FLIGHT = 2  # of a stage in one direction; the one before has arrived, or is waited for
 BUCKET = 2**25  # values that two ranks exchange at a time
 
 Key = tuple[int, int]  # stage, micro-batch

@@ -9,14 +9,12 @@ from typing import NamedTuple
 from octile.models.config import ModelConfig
 from octile.models.counts import count_parameters
 from octile.parallel.schedules import Schedule
-from octile.plan.exchange import hit_probability
 from octile.plan.hardware import Cluster
 from octile.plan.layout import Layout
 from octile.plan.muon import MATRIX_MOMENT_BYTES, held_projection, update_bytes
+from octile.plan.pass_memory import GRADIENT_BYTES, message_bytes, most_in_passes, pass_bytes
 from octile.plan.stages import Stage
-from octile.plan.work import tiles
 
-GRADIENT_BYTES = 4  # FP32
 MASTER_BYTES = {"replicated": (4, 0), "sharded": (2, 4)}  # on every rank, and shared by the data-parallel ranks
 MOMENT_BYTES = 4  # two in BF16
 FP8_BYTES = 2  # a weight and its transpose
@@ -34,15 +32,9 @@ def memory_by_kind(
         stages: the layers of each.
 
     Returns:
-        Bytes by kind: weights, FP8 weights, gradients, moments (with masters that are sharded), activations, working.
-        Where an update by Muon takes more than a pass, working memory is what it takes beyond the activations, which
-        it does not need.
+        Bytes by kind, as `memory_of_rank`.
     """
-    held = schedule.activations
-    ranks = (
-        _rank_bytes(c, layout, cluster, [stages[stage] for stage in schedule.stages(rank)], held[rank])
-        for rank in range(schedule.n_ranks)
-    )
+    ranks = (memory_of_rank(c, layout, cluster, schedule, stages, rank) for rank in range(schedule.n_ranks))
     return max(ranks, key=lambda kinds: sum(kinds.values()))
 
 
@@ -63,65 +55,6 @@ def usable_memory(cluster: Cluster) -> float:
     return USABLE * cluster.gpu.memory
 
 
-def saved_bytes(c: ModelConfig, layout: Layout, is_moe: bool) -> float:
-    """The bytes that a layer saves of each token for its backward pass (docs/data_flow.md).
-
-    With experts on several ranks the rows that a rank was sent are saved, too.
-    """
-    d, h = c.hidden_size, c.num_attention_heads
-    saved = 2 * d + 4 + 2 * c.latent_dim + 4 + (2 * c.q_lora_rank + 4 if c.q_lora_rank else 0)
-    saved += 3 * h * c.v_head_dim // 2 + 4 * -(-h * c.v_head_dim // 128) + 4 * h
-    saved += 2 * d + 4
-    if not layout.recompute:
-        saved += recomputable_bytes(c) // (c.num_hidden_layers + c.num_nextn_predict_layers)
-    if not is_moe:
-        return saved + 2 * tiles(c.intermediate_size)
-    k = c.num_experts_per_tok
-    swiglu = 2 * tiles(c.n_shared_experts * c.moe_intermediate_size) + k * 2 * tiles(c.moe_intermediate_size) * (
-        1 + layout.spare_rows
-    )
-    received = layout.ep * hit_probability(c, layout.ep) * tiles(d) if layout.ep > 1 else 0
-    return saved + swiglu + received + 4 * c.n_routed_experts + 20 * k
-
-
-def recomputable_bytes(c: ModelConfig) -> int:
-    """The bytes of each token that the layers save although they could be recomputed, if a run saves them.
-
-    Norms in 1×128 tiles, those that a gate reads in BF16, too; queries, keys and values in BF16.
-    """
-    norms = 2 * tiles(c.hidden_size) + tiles(c.kv_lora_rank) + tiles(c.q_lora_rank or 0)
-    a_head = 3 * c.qk_nope_head_dim + 2 * c.qk_rope_head_dim + c.v_head_dim
-    layers = c.num_hidden_layers + c.num_nextn_predict_layers
-    gates = sum(c.is_moe(layer) for layer in range(layers))
-    return layers * (norms + 2 * c.num_attention_heads * a_head) + gates * 2 * c.hidden_size
-
-
-def saved_bytes_of_heads(c: ModelConfig, heads: int) -> float:
-    """The bytes that so many heads save of each token: the input and the result of the norm, and the loss's sum.
-
-    The second head is that of multi-token prediction, which also saves the pairs that its layer projects: the
-    embeddings and the states, before and after a norm each. Logits are counted as working memory.
-    """
-    d = c.hidden_size
-    return heads * (2 * d + 4 + 2 * d + 4) + (2 * (4 * d + 4) if heads > 1 else 0)
-
-
-def working_bytes(c: ModelConfig, layout: Layout, heads: int) -> float:
-    """The bytes that are in use besides what is saved, at most, on a rank with so many heads.
-
-    When the backward pass begins, these are the logits of all heads and the gradient of one. In a layer with experts
-    they are the rows of its experts (inputs in FP8, gate and up in BF16, both and their product in FP8, results in
-    BF16), and the logits of the heads whose backward pass follows.
-    """
-    tokens, d, f = layout.micro_batch_tokens, c.hidden_size, c.moe_intermediate_size
-    rows = tokens * c.num_experts_per_tok * (1 + layout.spare_rows)
-    expert_bytes = rows * (2 * d + tiles(d) + 2 * 2 * f + 3 * f)
-    if not heads:
-        return expert_bytes
-    logits = 2 * tokens * c.vocab_size
-    return max((heads + 1) * logits, (heads - 1) * logits + expert_bytes)
-
-
 def held_parameters(c: ModelConfig, layout: Layout, stages: Sequence[Stage]) -> tuple[float, float, float]:
     """The parameters of a rank with these stages: of experts, others that are quantized, others that are not."""
     each = _parameters(c)
@@ -139,30 +72,39 @@ def held_parameters(c: ModelConfig, layout: Layout, stages: Sequence[Stage]) -> 
     return routed, quantized, rest + tables * each.table
 
 
-def _rank_bytes(
-    c: ModelConfig, layout: Layout, cluster: Cluster, stages: Sequence[Stage], held: int
+def memory_of_rank(
+    c: ModelConfig, layout: Layout, cluster: Cluster, schedule: Schedule, stages: Sequence[Stage], rank: int
 ) -> dict[str, float]:
-    routed, quantized, rest = held_parameters(c, layout, stages)
+    """The memory of a rank by kind, in bytes, when it needs most.
+
+    Args:
+        c, layout, cluster, schedule, stages: as in `memory_by_kind`.
+        rank: a rank of the pipeline.
+
+    Returns:
+        Bytes by kind: weights, FP8 weights, gradients, moments (with masters that are sharded), activations, working.
+        Activations are what is saved for backward passes, and operands of weight gradients that are deferred. Working
+        memory is what passes take besides: logits, tensors of the pass that runs, messages to other ranks. Where an
+        update by Muon takes more than a pass, it is what that takes beyond the activations, which it does not need.
+    """
+    own = [stages[stage] for stage in schedule.stages(rank)]
+    routed, quantized, rest = held_parameters(c, layout, own)
     parameters, dp = routed + quantized + rest, layout.dp(cluster)
     everywhere, shared = MASTER_BYTES[layout.masters]
     sharded = routed / (dp // layout.ep) + (quantized + rest) / dp
     moments = MOMENT_BYTES * sharded
     if layout.optimizer == "muon":
-        matrices = routed / (dp // layout.ep) + (quantized + held_projection(c, stages)) / dp
+        matrices = routed / (dp // layout.ep) + (quantized + held_projection(c, own)) / dp
         moments -= (MOMENT_BYTES - MATRIX_MOMENT_BYTES) * matrices
-    parts = [part for stage in stages for part in stage.parts]
-    dense, mixture = (saved_bytes(c, layout, is_moe) for is_moe in (False, True))
-    saved = [
-        sum(
-            part.mixtures * mixture + (part.layers - part.mixtures) * dense + saved_bytes_of_heads(c, part.heads)
-            for part in stage.parts
-        )
-        for stage in stages
-    ]
-    activations = held * layout.micro_batch_tokens * sum(saved) / len(saved)  # as many in each of a rank's stages
-    working = working_bytes(c, layout, sum(part.heads for part in parts))
+    stores = layout.masters == "replicated" and schedule.n_micro_batches > 1 and layout.stages * dp > 1
+    passes = {}
+    for stage in schedule.stages(rank):
+        in_fp8 = sum(held_parameters(c, layout, [stages[stage]])[:2])
+        passes[stage] = pass_bytes(c, layout, stages[stage], GRADIENT_BYTES * in_fp8 if stores else 0.0)
+    activations, working = most_in_passes(schedule, rank, passes, exchanges=layout.ep > 1)
+    working += message_bytes(c, layout, schedule, rank)
     if layout.optimizer == "muon":
-        working = max(working, update_bytes(c, stages, layout.ep, dp) - activations)
+        working = max(working, update_bytes(c, own, layout.ep, dp) - activations)
     return {
         "weights": everywhere * parameters,
         "FP8 weights": FP8_BYTES * (routed + quantized),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -109,14 +110,23 @@ class Stage:
         return sum((part.kinds for part in self.parts), Counter())
 
 
-def make_stages(c: ModelConfig, layout: Layout, cluster: Cluster) -> tuple[Stage, ...]:
+def make_stages(
+    c: ModelConfig, layout: Layout, cluster: Cluster, layers: Sequence[range] | None = None
+) -> tuple[Stage, ...]:
     """Divide a model into stages so that the slowest rank takes as little time as possible.
 
     With DualPipeV a rank has two stages, whose times add up; in bidirectional schedules it has one in each direction,
     and each counts alone. Exchanges count unless the schedule overlaps them with computation.
+
+    Args:
+        c, layout, cluster: what is planned.
+        layers: the layers of each stage, as `stage_layers` returns them, if they are given.
     """
     exchange_seconds = exchange(c, layout.micro_batch_tokens, layout.ep, cluster, layout.is_balanced).total
     parts = make_parts(c, layout, cluster)
+    if layers is not None:
+        ends = [0, *(own.stop for own in layers[:-1]), len(parts)]
+        return tuple(Stage(tuple(parts[begin:end]), exchange_seconds) for begin, end in pairwise(ends))
     shown = 0.0 if layout.schedule in OVERLAPPING else 2 * exchange_seconds
     costs = tuple(sum(part.alone.values()) + part.mixtures * shown for part in parts)
     bounds = fold(costs, layout.pp) if layout.schedule == "dualpipev" else divide(costs, layout.stages)

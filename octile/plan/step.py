@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -127,15 +128,19 @@ class StepPlan:
         }
 
 
-def plan_step(c: ModelConfig, layout: Layout, cluster: Cluster) -> StepPlan:
+def plan_step(c: ModelConfig, layout: Layout, cluster: Cluster, layers: Sequence[range] | None = None) -> StepPlan:
     """Predict a training step.
+
+    Args:
+        c, layout, cluster: what is planned.
+        layers: as in `make_stages`.
 
     Raises:
         ValueError: the layout does not divide the layers, experts or batch, or its schedule refuses it. Whether the
             memory suffices is not asked: see `octile.plan.memory.why_not_fitting`.
     """
     layout.check(c, cluster)
-    schedule, stages = layout.make_schedule(cluster), make_stages(c, layout, cluster)
+    schedule, stages = layout.make_schedule(cluster), make_stages(c, layout, cluster, layers)
     simulation = simulate(schedule, stage_costs(c, layout, cluster, stages))
     memory = memory_by_kind(c, layout, cluster, schedule, stages)
     ends = [_end_of_step(c, layout, cluster, schedule, stages, rank) for rank in range(schedule.n_ranks)]

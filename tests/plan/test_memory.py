@@ -1,7 +1,6 @@
 """The bytes of each kind of memory, written out for a small model; see toy.py for its sizes."""
 
 from dataclasses import replace
-from math import comb
 
 import pytest
 
@@ -14,99 +13,21 @@ from octile.plan.layout import Layout
 from octile.plan.memory import (
     held_parameters,
     memory_by_kind,
-    saved_bytes,
-    saved_bytes_of_heads,
+    memory_of_rank,
     usable_memory,
-    working_bytes,
 )
 from octile.plan.muon import held_projection, update_bytes
+from octile.plan.pass_memory import pass_bytes
 from octile.plan.stages import make_stages
 from octile.plan.step import plan_step
 from tests.plan.toy import CLUSTER, EFFICIENCIES, TOY
 
 LAYOUT = Layout(batch_size=256, micro_batch_size=2, sequence_length=32)
 ONE = replace(CLUSTER, gpus=1, network=None)
-FP8, BF16, FP32, SCALE = 1, 2, 4, 4
+FP8, BF16, FP32 = 1, 2, 4
 ATTENTION = 96 * 256 + 4 * 48 * 96 + 144 * 256 + 4 * 72 * 128 + 256 * 4 * 40  # parameters
 EXPERT = 3 * 256 * 192
 DENSE = 3 * 256 * 320
-
-
-def tile(n: int) -> int:
-    """Bytes of values in FP8 with a scale for each 128."""
-    return FP8 * n + SCALE * (n // 128 + (n % 128 > 0))
-
-
-# the input of each norm and the reciprocal of its root mean square: attention, both latents, feed-forward part
-NORMS = (BF16 * 256 + FP32) + (BF16 * 144 + FP32) + (BF16 * 96 + FP32) + (BF16 * 256 + FP32)
-RESULT = 1.5 * 160 + SCALE * 2 + FP32 * 4  # attention's, in E5M6, and the logarithm of each head's sum
-SAVED = NORMS + RESULT
-SWIGLU = 2 * tile(2 * 192) + 4 * 2 * tile(192)  # gate and up, of the shared experts and of four routed ones
-CHOICE = FP32 * 16 + 4 * 20  # affinities, and places, weights and numbers of the chosen experts
-
-
-def test_a_dense_layer_saves_inputs_of_norms_and_of_swiglu():
-    assert saved_bytes(TOY, LAYOUT, is_moe=False) == SAVED + 2 * tile(320)
-
-
-def test_a_layer_with_experts_saves_gate_and_up_of_those_that_are_chosen():
-    assert saved_bytes(TOY, LAYOUT, is_moe=True) == SAVED + SWIGLU + CHOICE
-
-
-def test_rows_that_no_token_has_are_saved_for_routed_experts_alone():
-    spare = saved_bytes(TOY, replace(LAYOUT, spare_rows=0.5), is_moe=True)
-    assert spare == SAVED + 2 * tile(2 * 192) + 1.5 * 4 * 2 * tile(192) + CHOICE
-
-
-def test_rows_that_came_from_other_ranks_are_saved():
-    # a token chooses 4 of 16 experts, all of 2 of 4 groups; a rank has one group, which is chosen in half of the cases
-    hit = 0.5 * (1 - comb(4, 4) / comb(8, 4))
-    received = saved_bytes(TOY, replace(LAYOUT, ep=4), is_moe=True) - saved_bytes(TOY, LAYOUT, is_moe=True)
-    assert received == pytest.approx(4 * hit * tile(256))
-
-
-def test_without_recomputation_norms_queries_keys_and_values_are_saved_in_addition():
-    model = replace(TOY, num_nextn_predict_layers=0, num_hidden_layers=4, first_k_dense_replace=0)
-    norms = 2 * tile(256) + tile(128) + tile(96) + BF16 * 256  # that which the gate reads in BF16, too
-    heads = BF16 * 4 * ((32 + 16) + (32 + 16) + (32 + 40))  # queries, keys, and the projection of both
-    more = saved_bytes(model, replace(LAYOUT, recompute=False), is_moe=True) - saved_bytes(model, LAYOUT, is_moe=True)
-    assert more == norms + heads
-
-
-def test_queries_that_are_not_compressed_have_no_norm():
-    without = replace(TOY, q_lora_rank=None)
-    assert saved_bytes(TOY, LAYOUT, False) - saved_bytes(without, LAYOUT, False) == BF16 * 96 + FP32
-
-
-def test_a_head_saves_the_input_and_the_result_of_its_norm():
-    assert saved_bytes_of_heads(TOY, 0) == 0
-    assert saved_bytes_of_heads(TOY, 1) == BF16 * 256 + FP32 + BF16 * 256 + FP32
-
-
-def test_multi_token_prediction_saves_pairs_before_and_after_their_norms():
-    pairs = (BF16 * 2 * 256 + 2 * FP32) + BF16 * 2 * 256
-    assert saved_bytes_of_heads(TOY, 2) == pytest.approx(2 * saved_bytes_of_heads(TOY, 1) + pairs)
-
-
-ROWS = 64 * 4 * (BF16 * 256 + tile(256) + BF16 * 2 * 192 + 3 * FP8 * 192)  # of the experts of 64 tokens
-LOGITS = 64 * BF16 * 1000
-
-
-def test_a_rank_without_a_head_works_on_the_rows_of_experts():
-    assert working_bytes(TOY, LAYOUT, 0) == ROWS
-    assert working_bytes(TOY, replace(LAYOUT, spare_rows=0.5), 0) == 1.5 * ROWS
-
-
-def test_the_logits_and_their_gradient_are_there_when_the_backward_pass_begins():
-    large = replace(TOY, vocab_size=10_000)
-    assert working_bytes(large, LAYOUT, 1) == (1 + 1) * 10 * LOGITS
-    assert working_bytes(large, LAYOUT, 2) == (2 + 1) * 10 * LOGITS
-
-
-def test_rows_of_experts_may_take_more_than_the_gradient_of_the_logits():
-    assert ROWS > 2 * LOGITS
-    assert working_bytes(TOY, LAYOUT, 1) == ROWS
-    assert working_bytes(TOY, LAYOUT, 2) == LOGITS + ROWS  # those of the main model, whose backward pass follows
 
 
 def held(layout: Layout, cluster, model: ModelConfig = TOY) -> list[tuple[float, float, float]]:
@@ -149,7 +70,8 @@ def test_each_kind_of_memory_of_data_parallel_ranks(masters, everywhere, shared)
     stages = make_stages(TOY, layout, cluster)
     routed, quantized, rest = held_parameters(TOY, layout, stages)
     assert routed == 4 * 16 * EXPERT / 4
-    saved = 2 * saved_bytes(TOY, layout, False) + 4 * saved_bytes(TOY, layout, True) + saved_bytes_of_heads(TOY, 2)
+    stored = FP32 * (routed + quantized) if masters == "replicated" else 0  # of the second micro-batch
+    activations, in_all = pass_bytes(TOY, layout, stages[0], stored).backward
     found = memory_by_kind(TOY, layout, cluster, layout.make_schedule(cluster), stages)
     assert found == pytest.approx(
         {
@@ -157,8 +79,8 @@ def test_each_kind_of_memory_of_data_parallel_ranks(masters, everywhere, shared)
             "FP8 weights": (1 + 1) * FP8 * (routed + quantized),
             "gradients": FP32 * (routed + quantized + rest),
             "moments": (2 * BF16 + shared) * (routed / 4 + (quantized + rest) / 16),  # over replicas and over ranks
-            "activations": 64 * saved,
-            "working": working_bytes(TOY, layout, 2),
+            "activations": activations,
+            "working": in_all - activations,
         }
     )
 
@@ -210,28 +132,22 @@ def test_the_moments_of_muon_on_one_gpu_are_those_of_the_optimizer(preset):
     assert found["moments"] == Muon(muon_groups(meta_model(model), 0.1), lr=1e-3).state_bytes()
 
 
-def test_a_pipeline_holds_activations_of_several_micro_batches():
+def test_the_rank_that_needs_most_counts():
     layout = Layout(pp=2, ep=4, schedule="1f1b", batch_size=16 * 8, sequence_length=32)
     plain = replace(TOY, num_nextn_predict_layers=0)
-    stages = make_stages(plain, layout, CLUSTER)
-
-    def saved(stage) -> float:
-        mixtures = sum(p.mixtures for p in stage.parts)
-        dense = sum(p.layers for p in stage.parts) - mixtures
-        heads = sum(p.heads for p in stage.parts)
-        of_layers = dense * saved_bytes(plain, layout, False) + mixtures * saved_bytes(plain, layout, True)
-        return 32 * (of_layers + saved_bytes_of_heads(plain, heads))
-
-    found = memory_by_kind(plain, layout, CLUSTER, layout.make_schedule(CLUSTER), stages)
-    assert found["activations"] in (pytest.approx(2 * saved(stages[0])), pytest.approx(saved(stages[1])))
+    stages, schedule = make_stages(plain, layout, CLUSTER), layout.make_schedule(CLUSTER)
     totals = []
-    for number, (stage, held_micro_batches) in enumerate(zip(stages, (2, 1), strict=True)):
+    for rank, stage in enumerate(stages):
         routed, quantized, rest = held_parameters(plain, layout, [stage])
-        of_weights = (BF16 + FP32) * (routed + quantized + rest) + 2 * FP8 * (routed + quantized)
+        weights = (BF16 + FP32) * (routed + quantized + rest) + 2 * FP8 * (routed + quantized)
         moments = 8 * (routed / 4 + (quantized + rest) / 16)
-        working = working_bytes(plain, layout, number)
-        totals.append(of_weights + moments + held_micro_batches * saved(stage) + working)
-    assert sum(found.values()) == pytest.approx(max(totals))  # the rank that needs most
+        passes = pass_bytes(plain, layout, stage, 0)
+        messages = 2 * 32 * BF16 * 256  # rank 0 sends activations, rank 1 gradients
+        earlier = passes.saved + passes.logits if rank == 0 else 0  # rank 0 has two micro-batches
+        totals.append(weights + moments + earlier + passes.backward[1] + messages)
+        found = memory_of_rank(plain, layout, CLUSTER, schedule, stages, rank)
+        assert sum(found.values()) == pytest.approx(totals[-1])
+    assert sum(memory_by_kind(plain, layout, CLUSTER, schedule, stages).values()) == pytest.approx(max(totals))
 
 
 def test_all_but_6_percent_of_a_gpus_memory_are_usable():
@@ -241,10 +157,6 @@ def test_all_but_6_percent_of_a_gpus_memory_are_usable():
 def test_torch_reserves_more_than_tensors_have():
     plan = plan_step(TOY, replace(LAYOUT, ep=4, batch_size=64), CLUSTER)
     assert plan.reserved == pytest.approx(sum(plan.memory.values()) / EFFICIENCIES["allocated"])
-
-
-def test_a_saved_layer_of_deepseek_v3_takes_the_bytes_of_data_flow():
-    assert saved_bytes(ModelConfig.v3_671b(), Layout(), is_moe=True) == 44_172 + 53_540  # docs/data_flow.md
 
 
 def test_tensors_of_medium_take_what_they_take_on_an_h200():

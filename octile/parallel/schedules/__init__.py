@@ -10,9 +10,9 @@ communication.py    the sends and receives that follow from a table
 catalog.py          all schedules with their constraints and formulas
 """
 
-from octile.parallel.schedules.actions import Action, ActionType
+from octile.parallel.schedules.actions import Action, ActionType, parts
 from octile.parallel.schedules.catalog import SCHEDULES, ScheduleKind, make_schedule
-from octile.parallel.schedules.communication import add_communication
+from octile.parallel.schedules.communication import SENDS_IN_FLIGHT, add_communication
 from octile.parallel.schedules.schedule import Schedule, held_activations
 from octile.parallel.schedules.simulation import (
     Costs,
@@ -25,6 +25,7 @@ from octile.parallel.schedules.simulation import (
 
 __all__ = [
     "SCHEDULES",
+    "SENDS_IN_FLIGHT",
     "Action",
     "ActionType",
     "Costs",
@@ -36,6 +37,7 @@ __all__ = [
     "add_communication",
     "held_activations",
     "make_schedule",
+    "parts",
     "run_actions",
     "simulate",
 ]

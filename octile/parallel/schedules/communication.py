@@ -4,6 +4,8 @@ from octile.parallel.schedules.actions import GRADIENTS, Action, ActionType, par
 from octile.parallel.schedules.schedule import Schedule
 from octile.parallel.schedules.simulation import simulate
 
+SENDS_IN_FLIGHT = 2  # of a stage in one direction; the one before has arrived, or is waited for
+
 
 def add_communication(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     """Add to every rank's actions the sends and receives that follow from them.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from octile.plan.memory import recomputable_bytes
+from octile.plan.pass_memory import recomputable_bytes
 from octile.recipe import Recipe
 from octile.train.config import TrainConfig
 

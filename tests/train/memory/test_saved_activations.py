@@ -9,7 +9,7 @@ from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
 from octile.nn.fused import block_input
-from octile.plan.memory import recomputable_bytes
+from octile.plan.pass_memory import recomputable_bytes
 from octile.recipe import Recipe
 from octile.train.config import medium, small
 from octile.train.data.token_store import TokenStore
