@@ -9,8 +9,9 @@ CUDA graphs; after `eager-` launched kernel by kernel, after `torch-` run by tor
 (`torch.distributed.pipelining`), which launches kernel by kernel, too.
 
 A line has the layers of the stages; the tokens/s of the steps after warm-up and capture, relative to `alone`; how long
-the host takes to launch a step, per action of the schedule, and for its graphs alone (the rest is the batch's tokens,
-and Python); the most memory, and what was allocated before; and whether activations are saved that could be recomputed.
+the host takes to launch a step, per action of the schedule, for its graphs alone, and to wait for its batch, which a
+thread prepares; the most memory, and what was allocated before; and whether activations are saved that could be
+recomputed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from octile.parallel.ranks import Ranks, join, leave
 from octile.parallel.schedules import make_schedule
 from octile.train import trainer as trainer_module
 from octile.train.config import ParallelConfig, TrainConfig, preset
+from octile.train.data.batches import PreparedBatches
 from octile.train.step.captured import why_eager
 from octile.train.strategy import single
 from octile.train.strategy.make import make_strategy
@@ -93,18 +95,19 @@ def by_torch(pipeline: Pipeline, device: torch.device) -> Callable[..., None]:
 
 
 @contextmanager
-def timed_replays() -> Iterator[list[float]]:
-    """Yield a list to which each replay of a CUDA graph adds the host's seconds."""
-    seconds, replay = list[float](), torch.cuda.CUDAGraph.replay
+def timed(owner: type, name: str) -> Iterator[list[float]]:
+    """Yield a list to which each call of a method adds the host's seconds."""
+    seconds, method = list[float](), getattr(owner, name)
 
-    def timed(graph: torch.cuda.CUDAGraph) -> None:
+    def call(*args: Any) -> Any:
         begin = time.perf_counter()
-        replay(graph)
+        result = method(*args)
         seconds.append(time.perf_counter() - begin)
+        return result
 
-    torch.cuda.CUDAGraph.replay = timed  # type: ignore[method-assign]
+    setattr(owner, name, call)
     yield seconds
-    torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
+    setattr(owner, name, method)
 
 
 def measure(phase: str, config: TrainConfig, ranks: Ranks, device: torch.device) -> tuple[float, str]:
@@ -133,7 +136,7 @@ def measure(phase: str, config: TrainConfig, ranks: Ranks, device: torch.device)
     if on_gpu:
         torch.cuda.synchronize()
     before, begin = trainer.progress.seconds, time.perf_counter()
-    with timed_replays() as replays:
+    with timed(torch.cuda.CUDAGraph, "replay") as replays, timed(PreparedBatches, "batch") as batches:
         for _ in range(STEPS):
             trainer.launch()
     host = (time.perf_counter() - begin) / STEPS
@@ -145,7 +148,8 @@ def measure(phase: str, config: TrainConfig, ranks: Ranks, device: torch.device)
     line = (
         f"{stages}{tokens / seconds:,.0f} tokens/s, {1e3 * seconds:.1f} ms a step of {tokens:,} tokens, "
         f"captured {captured}; the host launches it in {1e3 * host:.2f} ms, {1e6 * host / actions:.1f} µs for each of "
-        f"{actions} actions, of which its graphs {1e3 * sum(replays) / STEPS:.2f} ms; "
+        f"{actions} actions, of which its graphs {1e3 * sum(replays) / STEPS:.2f} ms, its batch "
+        f"{1e3 * sum(batches) / STEPS:.2f} ms; "
         f"peak {peak / 2**30:.2f} GiB, {held / 2**30:.2f} of them of phases before, "
         f"activations saved {trainer.strategy.saves_activations}; "
         f"losses {[round(loss, 5) for loss in losses]}"

@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
 from octile.optim.schedule import BatchRamp
@@ -152,8 +153,8 @@ def _windows(tokens: Tokens, window_B: npt.NDArray[np.int64], sequence_length: i
     begin_B = window_B * sequence_length
     if isinstance(tokens, StreamedTokens):
         return torch.from_numpy(tokens.windows(begin_B, sequence_length + 1).astype(np.int64))
-    position_BS = begin_B[:, None] + np.arange(sequence_length + 1)
-    return torch.from_numpy(tokens[position_BS].astype(np.int64))
+    windows_TS = sliding_window_view(tokens, sequence_length + 1)  # whose rows are copied whole, not token by token
+    return torch.from_numpy(windows_TS[begin_B].astype(np.int64))
 
 
 def permute(index: npt.NDArray[np.int64], n: int, seed: tuple[int, ...]) -> npt.NDArray[np.int64]:

@@ -23,6 +23,7 @@ from torch.autograd.graph import increment_version
 
 from octile.kernels.cuda.gemm.launch_cache import one_workspace_in_capture
 from octile.nn.fused.quantize import quantize_requested
+from octile.nn.linear import recipe_changes
 from octile.nn.observer import has_observers
 from octile.nn.weight_cache import WeightRequest, quantized_once_in_capture, recorded_requests
 from octile.ops.accumulator import is_replaced
@@ -82,10 +83,13 @@ class CapturedStep:
         self._gathers_weights = gathers_weights
         self._learning_rate = torch.zeros((), dtype=torch.float64, device=device)
         self._key: Sequence[object] = ()
+        self._recipes: Sequence[object] = ()
+        self._recipe_changes = -1  # when they were read
         self._eager_steps = 0
         self._requests: Sequence[WeightRequest] = ()  # of the last eager step
         self._tokens = torch.empty(0)
         self._result: Any = None
+        self._parameters: list[nn.Parameter] = []
         self._gradients: list[Tensor | None] = []
         self._graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
 
@@ -101,7 +105,12 @@ class CapturedStep:
             tokens_BS: the batch.
             constants: the numbers on the host that `compute` and `update` use; a capture contains them.
         """
-        key = (tokens_BS.shape, *constants, *(getattr(module, "recipe", None) for module in self.model.modules()))
+        if (
+            self._recipe_changes != recipe_changes()
+        ):  # a walk through all modules is a part of a step's time on the host
+            self._recipe_changes = recipe_changes()
+            self._recipes = [getattr(module, "recipe", None) for module in self.model.modules()]
+        key = (tokens_BS.shape, *constants, *self._recipes)
         if key != self._key:
             self.release()
             self._key = key
@@ -116,7 +125,7 @@ class CapturedStep:
         assert self._graphs is not None
         self._tokens.copy_(tokens_BS, non_blocking=True)
         self._graphs[0].replay()
-        for parameter, gradient in zip(self.model.parameters(), self._gradients, strict=True):
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
         return self._result
 
@@ -127,16 +136,16 @@ class CapturedStep:
             self._update(self._learning_rate, result)
             return
         self._graphs[1].replay()
-        increment_version(list(self.model.parameters()))  # a replay writes them unnoticed; cached weights are stale
+        increment_version(self._parameters)  # a replay writes them unnoticed; cached weights are stale
 
     def release(self) -> None:
         """Free the memory of the graphs, and with it the gradients; later steps capture them again."""
         if self._graphs is not None:
             torch.cuda.synchronize(self._learning_rate.device)  # a replay may be running
-            for parameter in self.model.parameters():
+            for parameter in self._parameters:
                 parameter.grad = None
         self._key, self._eager_steps, self._requests = (), 0, ()
-        self._graphs, self._result, self._gradients = None, None, []
+        self._graphs, self._result, self._parameters, self._gradients = None, None, [], []
 
     def _capture(self, tokens_BS: Tensor) -> None:
         """Capture both graphs. Nothing runs meanwhile, so the weights stay as they are."""
@@ -154,7 +163,8 @@ class CapturedStep:
         with torch.cuda.graph(graphs[0], **one_thread), quantized_once_in_capture(), one_workspace_in_capture():
             quantize_requested(self._requests)
             self._result = self._compute(self._tokens)
-        self._gradients = [parameter.grad for parameter in self.model.parameters()]
+        self._parameters = list(self.model.parameters())
+        self._gradients = [parameter.grad for parameter in self._parameters]
         with torch.cuda.graph(graphs[1], pool=graphs[0].pool(), **one_thread):
             self._update(self._learning_rate, self._result)
         self._graphs = graphs
