@@ -15,6 +15,7 @@ from octile.kernels.cuda.gemm.config import Scales, Schedule
 from octile.kernels.cuda.gemm.cost_model import Chip
 from octile.kernels.cuda.gemm.request import GemmRequest, Operand
 from octile.kernels.cuda.jit import prepared, tensor_map
+from octile.kernels.cuda.jit.launch import overlapping_launches
 from octile.kernels.cuda.jit.prepared import BoundedCache
 from tests.kernels.cuda.emulated import block_of, operand
 
@@ -110,6 +111,14 @@ def test_an_operand_that_must_be_copied_does_not_share_the_plan_of_scales_with_i
     launch_cache.launch(replace(p, a=replace(p.a, scale=buffer)))
     assert moved.data_ptr() in kernel.launches[0][4]
     assert buffer.data_ptr() not in kernel.launches[1][4]
+
+
+def test_a_launch_that_may_start_early_is_not_one_that_waits_for_the_previous_kernel(kernel: FakeKernel):
+    p = _request()
+    for context in (nullcontext(), overlapping_launches(), nullcontext()):
+        with context:
+            launch_cache.launch(p)
+    assert [programmatic for *_, programmatic in kernel.launches] == [False, True, False]
 
 
 def test_other_memory_of_the_same_layout_shares_the_plan(kernel: FakeKernel):

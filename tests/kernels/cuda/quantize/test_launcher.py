@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octile.kernels.cuda.jit.launch import overlapping_launches
 from octile.kernels.cuda.quantize import launcher
 from octile.kernels.memory_layout import new_scale
 from octile.ops.groups import align_groups
@@ -41,7 +42,10 @@ both_scales = pytest.mark.parametrize("power_of_2", [False, True], ids=["float32
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launch the kernels in the emulator, which guards all tensors that they are given."""
+    """Launch the kernels in the emulator, which guards all tensors that they are given.
+
+    A programmatic kernel begins before the previous one has written what it reads, and writes nothing until then.
+    """
     memory: list[Tensor] = []
 
     def address(t: Tensor | None) -> int:
@@ -53,8 +57,10 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(name, constants, x, blocks, threads, shared, *arguments, resident=None) -> None:
         given = [t for t in memory if t.numel()]
         grid = blocks if resident is None else min(blocks, 2)  # so that a thread block processes several blocks
+        previous = [t for t in given if t.is_contiguous()] if constants.get("programmatic") else []
         emulator.run(
-            name, constants, grid=grid, threads=threads, shared_bytes=shared, arguments=arguments, memory=given
+            name, constants, grid=grid, threads=threads, shared_bytes=shared, arguments=arguments, memory=given,
+            previous=previous,
         )  # fmt: skip
         memory.clear()
 
@@ -396,6 +402,21 @@ def test_rms_norm_of_zeros_and_of_nan():
     assert rstd.isnan().tolist() == scale.isnan().all(1).tolist() == data.float().isnan().all(1).tolist()
     assert rstd.isnan().tolist() == [False, False, True]
     assert not data[0].float().any()
+
+
+# ---- Kernels that begin before the previous one of the stream has ended ----
+
+
+def test_nothing_is_read_before_the_previous_kernel_has_ended():
+    gate, up = (half.contiguous() for half in _gate_up(SHAPE, torch.bfloat16))
+    weight, ends = torch.rand(SHAPE[1]).bfloat16() + 0.5, torch.tensor([100], dtype=torch.int32)
+    with overlapping_launches():
+        tiles = launcher.quantize(gate, 1, 128, E4M3, True)
+        normed, rstd = launcher.rms_norm_high_precision(gate, weight, 1e-6)
+        data, scale = launcher.swiglu(gate, up, E4M3, True, None, ends=ends)[:2]
+    assert_same(tiles, quantize(gate, 1, 128, "e4m3", True))
+    assert_same([normed], [normalized(gate, rstd, weight).bfloat16()])
+    assert_close_data((data[:100], scale[:100]), [part[:100] for part in swiglu_quantize(gate, up, "e4m3", True)])
 
 
 # ---- Which part of a matrix a thread block processes ----

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from octile.kernels.cuda.gemm import num_sms
+from octile.kernels.cuda.jit.launch import overlapping_launches
 from octile.kernels.cuda.routing import launcher
 from octile.ops.permute import count_tokens, routing_plan, weighted_routing_plan
 from octile.ops.sequence_balance import sequence_balance
@@ -18,12 +19,17 @@ pytestmark = pytest.mark.skipif(build.compiler() is None, reason="the emulator n
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launch the kernels in the emulator, in small blocks on a GPU of two SMs."""
+    """Launch the kernels in the emulator, in small blocks on a GPU of two SMs.
+
+    A programmatic kernel begins before the previous one has written what it reads, and writes nothing until then.
+    """
 
     def launch(name: str, constants: Any, x: Tensor, blocks: int, warps: int, shared: int, *arguments: Any) -> None:
+        tensors = [t for t in arguments if isinstance(t, Tensor)]
         emulator.run(
-            name, constants, grid=blocks, threads=32 * warps, shared_bytes=shared, arguments=arguments, seed=len(x)
-        )
+            name, constants, grid=blocks, threads=32 * warps, shared_bytes=shared, arguments=arguments, seed=len(x),
+            previous=tensors if constants.get("programmatic") else [],
+        )  # fmt: skip
 
     monkeypatch.setattr(launcher, "_launch", launch)
     monkeypatch.setattr(num_sms, "multiprocessors", lambda device: 2)
@@ -67,6 +73,14 @@ def test_the_plan_of_one_block_with_weights(t: int, k: int, n_experts: int, dtyp
     expected = weighted_routing_plan(experts, weights, n_experts)
     for found, wanted in zip(launcher.weighted_routing_plan(experts, weights, n_experts), expected, strict=True):
         assert torch.equal(found, wanted)
+
+
+def test_nothing_is_read_before_the_previous_kernel_has_ended():
+    experts, weights = _experts(100, 4, 16), torch.rand(100, 4)
+    expected = weighted_routing_plan(experts, weights, 16)
+    with overlapping_launches():
+        found = launcher.weighted_routing_plan(experts, weights, 16)
+    assert all(map(torch.equal, found, expected))
 
 
 def test_more_entries_than_one_block_takes_have_the_same_plan(monkeypatch: pytest.MonkeyPatch):
