@@ -11,7 +11,7 @@ costs c(k) depend on the model and on how many requests run (`Runner.step_costs`
 
 A request begins as if of four drafts at each position 80% had been accepted: DeepSeek-V3 reports 85 to 90% for the
 first one, octile's records have 68 and 93%. A rate is the mean of these four and of what was seen, and from 16 on an
-exponential average. Where nothing is accepted, one to four steps show it if a draft costs half a step or more, and up
+exponential average. Where nothing is accepted, one to five steps show it if a draft costs half a step or more, and up
 to 18 where it costs a seventh. Positions that the count leaves out are not seen any more. Therefore, after 64 steps, or
 16 without drafts, the rate of the first of them is raised to where its draft would just pay, and the next draft there
 decides. If it is rejected, twice as many steps pass before the next trial, up to 512.

@@ -53,8 +53,8 @@ class GraphMemory:
     def capture(self, compute: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """Compute once, to compile and choose kernels, then capture it; return what replays it, and its result.
 
-        A graph runs on the current stream. Other threads may use the GPU meanwhile. Its kernels may start before the
-        previous one has ended: none of them writes a weight.
+        A graph runs on the current stream. Other threads may use the GPU meanwhile. A kernel may start before the
+        previous one has ended, so none may write a weight (`overlapping_launches`).
 
         Raises:
             RuntimeError: it cannot be captured, or there is no memory for it.

@@ -69,7 +69,8 @@ class GemmConfig:
         a_e5m2, b_e5m2: the operand is E5M2; otherwise E4M3.
         bf16: both operands are BF16, and K counts their bytes.
         programmatic: the kernel may start before the previous one of the stream has ended (`octile.kernels.cuda.jit.
-            launch.overlapping_launches`); a dense one loads the first tiles of the second operand meanwhile.
+            launch.overlapping_launches`). A dense one loads the first tiles of a weight, the operand with 128×128
+            scales, before it waits.
 
     Raises:
         ValueError: there is no such kernel. The message gives the reason.

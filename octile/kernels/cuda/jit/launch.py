@@ -1,7 +1,8 @@
 """Launches of kernels that are specialized by constants: a kernel with its launch shape is prepared once.
 
 Within `overlapping_launches` kernels with a constant `programmatic` are launched by programmatic dependent launch. Each
-may start before the previous one of the stream has ended, and waits for it at its start; GEMMs load weights before.
+may start before the previous one of the stream has ended, and waits for it at its start. Dense GEMMs load the first
+tiles of weights before.
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
 
@@ -25,7 +26,7 @@ _overlapping: ContextVar[bool] = ContextVar("overlapping launches", default=Fals
 def overlapping_launches() -> Iterator[None]:
     """A context in which kernels may start before the previous one of the stream has ended.
 
-    The caller promises that no kernel inside writes the second operand of a dense GEMM, a weight.
+    The caller promises that no kernel inside writes a weight, an operand with 128×128 scales, that a dense GEMM reads.
     """
     token = _overlapping.set(True)
     try:
