@@ -1,16 +1,17 @@
 """Serve a mixed load for minutes, and measure memory and pauses.
 
     python -m tools.measure_long_load v2_lite 600
-    python -m tools.measure_long_load micro 30
+    python -m tools.measure_long_load tiny 30
 
-The model has random FP8 weights, of V2-Lite's shape or a very small one. The requests are those of
+The model has random FP8 weights, of V2-Lite's shape or of the preset `tiny`. The requests are those of
 `tests/serve/http/test_mixed_load.py`: texts, chats, schemas, tools, scored and repeated prompts, several choices, and
 clients that leave; one in eight has a prompt of 2,000 letters. So many clients are there at a time (--clients), each
 with one request.
 
-A line a minute has the requests that have ended, the tokens, the longest pause, the memory of the server's processes,
-and that of the GPU with this process's. A pause is a time in which no stream gets an event, although one has begun and
-not ended. This process is part of it: its own longest delay stands beside it. The first 20 seconds do not count.
+A row a minute has the requests that have ended, their tokens, the longest pause, the memory of the server's processes,
+and that of the GPU with this process's. Requests that end after the last full minute are in a row of their own. A pause
+is a time in which no stream gets an event, although one has begun and not ended. This process is part of it: its own
+longest delay stands beside it. The first 20 seconds count for wrong answers only, which are listed at the end.
 """
 
 import argparse
@@ -46,6 +47,7 @@ FIRST = 20.0  # seconds of load that do not count
 LONG = 2000  # letters of a long prompt
 VOCABULARY = 8192
 OK = 200
+HEAD = ["answers", "tokens", "longest pause, ms", "own delay, ms", "processes, GiB", "GPU, GiB"]
 
 
 @dataclass
@@ -57,7 +59,12 @@ class Minute:
     pause: float = 0.0
     own_delay: float = 0.0
     resident: float = 0.0  # GiB
-    gpu: float = 0.0
+    gpu: float = 0.0  # GiB
+
+    def cells(self) -> list[str]:
+        """The values as `HEAD` names them."""
+        pauses = f"{1e3 * self.pause:.0f}", f"{1e3 * self.own_delay:.0f}"
+        return [f"{self.answers:,}", f"{self.tokens:,}", *pauses, f"{self.resident:.3f}", f"{self.gpu:.3f}"]
 
 
 @dataclass
@@ -70,8 +77,8 @@ class Load:
     streaming: int = 0  # streams that have begun and not ended
     last: float = 0.0  # when one of them had its last event
 
-    async def run(self, requests: Iterator[Asked], n_clients: int, seconds: float, folder: Path) -> None:
-        """Send requests for so many seconds."""
+    async def run(self, requests: Iterator[Asked], n_clients: int, seconds: float, folder: Path | None = None) -> None:
+        """Send requests for so many seconds; with the folder of the server's model, measure each minute."""
         end = time.perf_counter() + seconds
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self.minutes.append(Minute())
@@ -81,10 +88,11 @@ class Load:
                 while time.perf_counter() < end:
                     await self._ask(client, next(requests))
 
-            watching = asyncio.create_task(self._watch(folder))
+            watching = asyncio.create_task(self._watch(folder)) if folder else None
             await asyncio.gather(*(ask() for _ in range(n_clients)))
+        if watching and folder:
             watching.cancel()
-        self._look(folder)
+            self._look(folder)
 
     async def _ask(self, client: httpx.AsyncClient, request: Asked) -> None:
         try:
@@ -146,7 +154,8 @@ class Load:
         if torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()
             minute.gpu = (total - free) / 2**30
-        print(f"minute {len(self.minutes)}: {minute}", file=sys.stderr, flush=True)
+        values = ", ".join(f"{name}: {cell}" for name, cell in zip(HEAD, minute.cells(), strict=True))
+        print(f"minute {len(self.minutes)}: {values}", file=sys.stderr, flush=True)
 
 
 def resident_bytes(argument: str) -> int:
@@ -196,10 +205,13 @@ def drawn_requests() -> Iterator[Asked]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=["micro", "v2_lite"])
+    parser.add_argument("model", choices=["tiny", "v2_lite"])
     parser.add_argument("seconds", type=float)
     parser.add_argument("--clients", type=int, default=64)
     asked = parser.parse_args()
+    for name, value in ("seconds", asked.seconds), ("--clients", asked.clients):
+        if not value > 0:
+            parser.error(f"{name} must be above 0, not {value:g}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made) / "micro"  # the name that the requests have
@@ -208,16 +220,12 @@ def main() -> None:
         command = [sys.executable, "-m", "octile", "serve", str(folder), "--port", str(port)]
         command += ["--reasoning-parser", "deepseek_r1", "--tool-call-parser", "deepseek_v31"]
         with server(command, port, {}) as url:
-            load = Load(url)
-            sending = drawn_requests()
-            asyncio.run(Load(url).run(sending, asked.clients, FIRST, folder))
+            load, sending = Load(url), drawn_requests()
+            asyncio.run(Load(url, wrong=load.wrong).run(sending, asked.clients, FIRST))
             gc.collect()
             gc.freeze()
             asyncio.run(load.run(sending, asked.clients, asked.seconds, folder))
-    rows = [["minute", "answers", "tokens", "longest pause, ms", "own delay, ms", "processes, GiB", "GPU, GiB"]]
-    for i, m in enumerate(load.minutes, 1):
-        cells = [f"{1e3 * m.pause:.0f}", f"{1e3 * m.own_delay:.0f}", f"{m.resident:.3f}", f"{m.gpu:.3f}"]
-        rows.append([str(i), f"{m.answers:,}", f"{m.tokens:,}", *cells])
+    rows = [["minute", *HEAD], *([str(i), *minute.cells()] for i, minute in enumerate(load.minutes, 1))]
     print(align_columns(rows, right=set(rows[0])))
     print("wrong:", json.dumps(load.wrong) if load.wrong else "none")
 
