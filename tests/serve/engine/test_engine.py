@@ -103,6 +103,21 @@ def test_the_acceptance_rate_counts_verified_drafts(engine_of):
     assert stats.acceptance_rate == stats.accepted_tokens / stats.drafted_tokens
 
 
+@pytest.mark.parametrize("max_ahead", [0, 8])
+def test_drafts_cost_what_they_do_with_as_many_requests_as_run(engine_of, max_ahead, monkeypatch):
+    runner = FakeRunner(max_ahead=max_ahead, n_drafts=2)
+    monkeypatch.setattr(runner, "step_costs", lambda n, n_drafts: (1.0, 1.1, 1.2) if n == 2 else (1.0, 3.0, 5.0))
+    engine = engine_of(runner, n_drafts=2)
+    engine.add([1, 2, 3], Sampling(60, ignore_eos=True))
+    counts = list[tuple[int, int]]()  # of running requests, and the drafts of a step
+    for step in range(30):
+        if step == 10:
+            engine.add([4, 5, 6], Sampling(10, ignore_eos=True))
+        engine.step()
+        counts.append((engine.n_running, engine.n_drafts))
+    assert [counts[step] for step in (9, 14, 29)] == [(1, 0), (2, 2), (1, 0)]
+
+
 @pytest.mark.parametrize("max_ahead", [0, 4])
 def test_each_request_has_the_drafts_that_its_own_acceptance_pays_for(engine_of, max_ahead):
     runner = FakeRunner(n_pages=400, max_ahead=max_ahead, n_drafts=2)
