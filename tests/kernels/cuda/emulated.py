@@ -61,7 +61,8 @@ def emulate(
 ) -> Tensor:
     """Run a GEMM on an emulated GPU of few SMs, into out; returns out.
 
-    A programmatic kernel begins before the previous one has written a, its scales and the sizes.
+    A programmatic kernel begins before the previous one has written a, its scales, the sizes, out and the workspace of
+    split-K.
     """
     operands = [_operand(x, config.schedule) for x in (a, b)]
     options = (config.accumulate, config.promote, config.zero_rest)
@@ -70,7 +71,9 @@ def emulate(
     _, pointers = launch_key(request)
     partials, arrivals = torch.full((made.partials,), math.nan), torch.zeros(made.arrivals, dtype=torch.int32)
     addresses = partials.data_ptr(), arrivals.data_ptr()
-    previous = [a[0], a[1].mT, *([] if sizes is None else [sizes])] if config.programmatic else []
+    previous = []
+    if config.programmatic:
+        previous = [a[0], a[1].mT, *out.unbind(), *(t for t in (sizes, partials, arrivals) if t is not None and len(t))]
     emulator.run(
         "gemm",
         config.constants(),

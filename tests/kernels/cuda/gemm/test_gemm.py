@@ -174,10 +174,11 @@ EARLY = (  # kernels that begin before the previous one of the stream has ended
     "transposed",
     "split-K, transposed",
     "accumulating",
+    "ping-pong in a cluster, loading BF16 C",
 )
 
 
-@pytest.mark.parametrize("case", _cases(EARLY, {"two accumulators", "1D1D", "a cluster shares b"}))
+@pytest.mark.parametrize("case", _cases(EARLY, {"two accumulators", "1D1D", "a cluster shares b", "accumulating"}))
 def test_weights_are_loaded_before_the_previous_kernel_has_ended_and_nothing_else(case: str):
     kernel = replace(DENSE[case], programmatic=True)
     for seed, (m, n, k) in enumerate([(4, 16, 16), (132, 80, 896), (260, 272, 128)]):  # a is contiguous
