@@ -9,7 +9,8 @@ n, and each ends with the head for n rows. With T rows the layers and the head o
 
 where `dense` are the bytes of the weights by which every row is multiplied, and `routed` those of all routed experts.
 Rows that choose K of E experts at random choose together a share of chosen(T) = 1 − (1 − K/E)ᵀ of them. A step and each
-draft pass take a fixed time besides. The cache, whose bytes depend on the texts, is left out.
+draft pass take a fixed time besides. The cache, whose bytes depend on the texts, is left out, and so are the rows that
+pad a step to the next CUDA graph.
 
 The costs depend on the model and on the number of requests, and neither on the device nor on what steps take in fact.
 So a request that is alone takes the same steps each time, and ranks that share their requests agree.
