@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from octile.kernels.cuda.jit.launch import overlaps
+from octile.nn.interleave import run_interleaved
 from octile.serve.runner.graphs import GraphMemory, PrefillGraphs, graph_rows, padded_rows
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.runner.step import Step
@@ -58,6 +60,17 @@ def test_a_graph_is_captured_between_the_streams_of_the_models_device(events):
     assert events == [("own", "cuda:1"), "compute", BEGIN, "compute", "end", ("cuda:1", "own")]
     replay()
     assert events[-1] == "replay"
+
+
+def test_kernels_of_a_graph_may_start_before_the_previous_one_has_ended_also_those_of_two_micro_batches(events):
+    found = []
+
+    def look():
+        found.append(overlaps())
+
+    GraphMemory(torch.device("cuda:0")).capture(lambda: run_interleaved(look, look))
+    look()
+    assert found == [True] * 4 + [False]
 
 
 @pytest.mark.parametrize("calls", [0, 1], ids=["before", "in"])
