@@ -7,7 +7,7 @@ from torch import Tensor
 from octile.formats import BLOCK, TILE
 from octile.kernels.cuda.jit.launch import overlapping_launches
 from octile.ops.grouped import grouped_matmul_nt
-from octile.ops.matmul import matmul_nt
+from octile.ops.matmul import matmul_nt, matmul_nt_out
 from octile.ops.norm import rms_norm_quantize
 from octile.ops.permute import permute, unpermute_add_, weighted_routing_plan
 from octile.ops.quantize import quantize
@@ -39,7 +39,7 @@ class Layer:
 
     def add(self, x: Tensor, chosen: Tensor, shares: Tensor) -> None:
         _, _, _, y = rms_norm_quantize(x, self.norm, 1e-6, "e4m3", False, True)
-        x.add_(multiply(quantize(y, *TILE, "e4m3", False), self.projection))
+        matmul_nt_out(x, *quantize(y, *TILE, "e4m3", False), TILE, *self.projection, BLOCK, True)
         data, scale, _, _ = rms_norm_quantize(x, self.norm, 1e-6, "e4m3", False)
         current = torch.cuda.current_stream()
         self.side.wait_stream(current)
