@@ -325,7 +325,7 @@ class ModelRunner:
     def step_costs(self, n_requests: int, n_drafts: int) -> Sequence[float]:
         """Return how long decode steps with drafts take; see `octile.serve.runner.batch.Runner`."""
         assert self._step_costs is not None  # the engine drafts only if the model can
-        return self._step_costs.of_requests(n_requests, n_drafts)
+        return self._step_costs.relative(n_requests, n_drafts)
 
     def check_weights(self) -> None:
         """Check that `update_weights` can be called now; see `octile.serve.runner.batch.Runner`.

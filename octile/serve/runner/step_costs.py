@@ -51,7 +51,7 @@ class StepCosts:
         self._n_layers, self._small_batch = config.num_hidden_layers, small_batch
         self._ranks, self._groups = ranks, groups
         self._weights, self._chosen = weight_bytes(config, fp8), config.num_experts_per_tok / config.n_routed_experts
-        self._of_requests: dict[tuple[int, int], tuple[float, ...]] = {}
+        self._relative: dict[tuple[int, int], tuple[float, ...]] = {}
 
     @classmethod
     def of(cls, forward: Forward) -> StepCosts:
@@ -63,13 +63,13 @@ class StepCosts:
         ranks = 1 if expert_parallel is None else expert_parallel.dispatcher.n_ranks
         return cls(weights.config, fp8, small_batch, ranks, ranks // forward.tp.size)
 
-    def of_requests(self, n_requests: int, n_drafts: int) -> tuple[float, ...]:
+    def relative(self, n_requests: int, n_drafts: int) -> tuple[float, ...]:
         """Return the times of steps with 0, 1, … n_drafts drafts of each request, relative to one without drafts."""
         key = n_requests, n_drafts
-        if key not in self._of_requests:
+        if key not in self._relative:
             times = [self.seconds(n_requests, k) for k in range(n_drafts + 1)]
-            self._of_requests[key] = tuple(time / times[0] for time in times)
-        return self._of_requests[key]
+            self._relative[key] = tuple(time / times[0] for time in times)
+        return self._relative[key]
 
     def seconds(self, n_requests: int, n_drafts: int) -> float:
         """Return the time of a step, as on an H100."""

@@ -27,7 +27,7 @@ def test_the_costs_are_those_that_were_measured(name: str, config: ModelConfig):
     costs, errors = StepCosts(config, fp8=True, small_batch=8), list[float]()
     text = (RECORDS / f"tenth_draft_steps_{name}.txt").read_text()
     for requests, drafts, ratio in re.findall(r"requests (\d+) drafts (\d): [\d.]+ ms, ([\d.]+)", text):
-        errors.append(abs(costs.of_requests(int(requests), 4)[int(drafts)] / float(ratio) - 1))
+        errors.append(abs(costs.relative(int(requests), 4)[int(drafts)] / float(ratio) - 1))
     assert len(errors) >= 25
     assert max(errors) < 0.07
     assert mean(errors) < 0.025
@@ -35,7 +35,7 @@ def test_the_costs_are_those_that_were_measured(name: str, config: ModelConfig):
 
 @given(st.integers(1, 300), st.sampled_from([SMALL, V2_LITE, CONFIG]), st.sampled_from([0, 1, 8]), st.booleans())
 def test_each_further_draft_takes_time(requests: int, config: ModelConfig, small_batch: int, fp8: bool):
-    costs = StepCosts(config, fp8, small_batch).of_requests(requests, MAX_DRAFTS)
+    costs = StepCosts(config, fp8, small_batch).relative(requests, MAX_DRAFTS)
     assert costs[0] == 1
     assert list(costs) == sorted(set(costs))
 
@@ -51,13 +51,13 @@ def test_a_row_without_drafts_reads_the_bytes_of_its_step():
 
 def test_a_draft_costs_less_where_the_others_rows_read_the_experts_anyway():
     costs = StepCosts(V2_LITE, True, 8)
-    assert costs.of_requests(32, 1)[1] < 1.2 < 1.4 < costs.of_requests(1, 1)[1]
+    assert costs.relative(32, 1)[1] < 1.2 < 1.4 < costs.relative(1, 1)[1]
 
 
 def test_ranks_read_the_experts_that_they_share_once():
     alone, of_rank = StepCosts(V2_LITE, True, 0), StepCosts(V2_LITE, True, 0, ranks=8, groups=8)
     assert of_rank.seconds(1, 0) < alone.seconds(1, 0)
-    assert of_rank.of_requests(1, 1)[1] < alone.of_requests(1, 1)[1]
+    assert of_rank.relative(1, 1)[1] < alone.relative(1, 1)[1]
     group = StepCosts(V2_LITE, True, 0, ranks=8, groups=1)  # whose ranks share their requests
     assert group.seconds(1, 1) < of_rank.seconds(1, 1)
 
@@ -65,9 +65,9 @@ def test_ranks_read_the_experts_that_they_share_once():
 @pytest.mark.parametrize(("batch_invariant", "small_batch"), [(False, 8), (True, 1)])
 def test_a_runner_on_a_cpu_has_the_costs_of_one_on_a_gpu(batch_invariant: bool, small_batch: int):
     runner = ModelRunner(new_model(True), 4, batch_invariant=batch_invariant)
-    assert runner.step_costs(2, 3) == StepCosts(CONFIG, True, small_batch).of_requests(2, 3)
+    assert runner.step_costs(2, 3) == StepCosts(CONFIG, True, small_batch).relative(2, 3)
 
 
 def test_a_runner_with_weights_in_bf16_takes_no_small_batches():
     runner = ModelRunner(new_model(False, torch.bfloat16), 4)
-    assert runner.step_costs(2, 3) == StepCosts(CONFIG, False, 0).of_requests(2, 3)
+    assert runner.step_costs(2, 3) == StepCosts(CONFIG, False, 0).relative(2, 3)
