@@ -23,6 +23,8 @@ from octile.formats import BLOCK, COLUMN_TILE, TILE
 from octile.kernels import cpu, flash_attn_4
 from octile.kernels.cuda.attention import mla_decode
 from octile.kernels.cuda.gate import backward_launcher as gate_backward_launcher
+from octile.kernels.cuda.gate import choice
+from octile.kernels.cuda.gate import few_rows as gate_few_rows
 from octile.kernels.cuda.gate import launcher as gate_launcher
 from octile.kernels.cuda.gemm import launch_cache, request
 from octile.kernels.cuda.gemm.config import Schedule
@@ -112,6 +114,15 @@ def _why_not_high_precision_rms_norm(x: Tensor, weight: Tensor, eps: float) -> s
     return _why_not_rms_norm(x, weight, eps, torch.float8_e4m3fn, False, True)
 
 
+def _why_not_gate(x: Tensor, *others: Any) -> str | None:
+    few = len(x) <= gate_few_rows.MAX_ROWS
+    return (gate_few_rows if few else gate_launcher).why_unsupported(x, *others)
+
+
+def _gate(x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return (gate_few_rows if len(x) <= gate_few_rows.MAX_ROWS else gate_launcher).launch(x, *others)
+
+
 def _why_not_first(count: int) -> Callable[..., str | None]:
     """Return a `why_not_hopper` for calls whose first `count` arguments are the matrices."""
     return lambda *args: launcher.why_unsupported(*args[:count])
@@ -190,7 +201,7 @@ HOPPER_OR_TORCH = {  # called by their own modules: what torch does, and what Ho
 }
 TABLE = {
     "gemm": Backends(why_unsupported, launch_cache.launch, _triton_gemm),
-    "gate": Backends(gate_launcher.why_unsupported, gate_launcher.launch, _triton("gate", "launch_from_x")),
+    "gate": Backends(_why_not_gate, _gate, _triton("gate", "launch_from_x")),
     "gate_backward": Backends(
         gate_backward_launcher.why_unsupported, gate_backward_launcher.launch, _triton("gate", "launch_gradients")
     ),
@@ -267,7 +278,8 @@ SUPPORTED_BY_HOPPER = {  # what the functions `why_not_hopper` of `TABLE` accept
     "dequantize": f"{_ALIGNED}, in blocks of 1×128, 128×1 or 128×128, or with one scale",
     "rms_norm": f"{_ALIGNED}, of more than {launcher.NARROW_ROWS_WITH_VALUES} {_AND_UP_TO}",
     "rms_norm_quantize": f"{_ALIGNED}, of more than {launcher.NARROW_ROWS} {_AND_UP_TO}",
-    "gate": f"8, 16, … {gate_launcher.MAX_EXPERTS} experts and at least {gate_launcher.MIN_TOKENS} tokens",
+    "gate": f"8, 16, … {gate_launcher.MAX_EXPERTS} experts and at least {gate_launcher.MIN_TOKENS} tokens, and up to "
+    f"{choice.MAX_EXPERTS} experts and {gate_few_rows.MAX_ROWS} tokens",
     "gate_backward": f"{gate_backward_launcher.MIN_EXPERTS}, … {gate_backward_launcher.MAX_EXPERTS} experts in "
     f"multiples of 8, and at least {gate_backward_launcher.MIN_TOKENS} tokens",
     "count_tokens": _UP_TO,

@@ -59,7 +59,7 @@ class LaunchPlan(NamedTuple):
     headers: Mapping[str, str]
     grid: int
     threads: int
-    maps: tuple[TensorMap, TensorMap]
+    maps: tuple[TensorMap, ...]
 
 
 def why_unsupported(

@@ -1,0 +1,86 @@
+"""Launcher of Hopper's gate of few rows: one kernel that multiplies in FP32, and chooses the experts.
+
+Tensor cores multiply an FP32 weight in three terms, which one kernel makes and another multiplies, before a third one
+chooses. For few rows it takes less time to multiply without tensor cores than to launch these.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from octile.kernels.cuda.gate import choice
+from octile.kernels.cuda.gemm import request
+from octile.kernels.cuda.jit import specialize
+from octile.kernels.cuda.jit.launch import overlaps
+from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel, address_of
+from octile.kernels.cuda.quantize.launcher import DTYPES
+from octile.kernels.hopper import SHARED_BYTES
+from octile.kernels.memory_layout import VECTOR
+from octile.routing import EPS
+
+MAX_ROWS = 256
+ROWS, WARPS = 8, 8  # rows and thread blocks of a cluster, and warps of a block
+MAX_KEYS = 1024
+
+_prepared: BoundedCache[PreparedKernel] = BoundedCache(MAX_KEYS)
+
+
+def why_unsupported(x: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> str | None:
+    """Return why this kernel does not compute a gate; None: it does. Arguments as of `launch`."""
+    (t, d), n_experts = x.shape, len(weight)
+    if not 0 < t <= MAX_ROWS:
+        return f"{t} tokens are not from 1 to {MAX_ROWS}"
+    if (why := choice.why_too_many(n_experts, cast(choice.Choice, how))) is not None:
+        return why
+    if weight.dtype not in (torch.float32, torch.bfloat16):
+        return f"the weight is {weight.dtype}"
+    if bias is not None and (bias.dtype != torch.float32 or not bias.is_contiguous()):
+        return "the bias is not float32, or not contiguous"
+    if d % 8 or x.stride(1) != 1 or x.stride(0) % 8 or not weight.is_contiguous():
+        return "the rows of x or of the weight are not contiguous, or do not begin at multiples of 16 bytes"
+    if (x.data_ptr() | weight.data_ptr()) % VECTOR:
+        return "x or the weight does not begin at a multiple of 16 bytes"
+    if _shared_bytes(d, n_experts) > SHARED_BYTES:
+        return f"rows of {d} columns do not fit into shared memory"
+    return request.why_not_on(x.device)
+
+
+def launch(x: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute a gate of x [T, D] bfloat16 and the weight [E, D]; `how` as `Choice`.
+
+    Returns:
+        weights [T, K] float32, experts [T, K] int64, logits [T, E] float32.
+    """
+    (t, d), n_experts, n_chosen = x.shape, len(weight), how[0]
+    weights, logits = (torch.empty(t, n, dtype=torch.float32, device=x.device) for n in (n_chosen, n_experts))
+    experts = torch.empty(t, n_chosen, dtype=torch.int64, device=x.device)
+    key = t, d, n_experts, how[:-1], weight.dtype, bias is None, overlaps(), x.device
+    prepared = _prepared[key]
+    if prepared is None:
+        constants = plan(d, n_experts, weight.dtype, cast(choice.Choice, how), bias is not None)
+        kernel = specialize.load("gate_few_rows", constants, x.device)
+        prepared = _prepared[key] = PreparedKernel(
+            kernel, grid(t), ROWS, 32 * WARPS, int(constants["shared_bytes"]), overlaps()
+        )
+    read = x.data_ptr(), weight.data_ptr(), address_of(bias)
+    results = logits.data_ptr(), weights.data_ptr(), experts.data_ptr()
+    prepared.launch_at((*read, *results, how[-1], EPS, x.stride(0), t))()
+    return weights, experts, logits
+
+
+def grid(rows: int) -> int:
+    """Return the number of thread blocks for rows."""
+    return ROWS * -(-rows // ROWS)
+
+
+def plan(columns: int, n_experts: int, dtype: torch.dtype, how: choice.Choice, biased: bool) -> dict[str, int | bool]:
+    """Return the constants of the kernel."""
+    return choice.constants(n_experts, *how[:-1], biased) | {
+        "columns": columns, "weight_dtype": DTYPES[dtype], "warps": WARPS, "programmatic": overlaps(),
+        "shared_bytes": _shared_bytes(columns, n_experts),
+    }  # fmt: skip
+
+
+def _shared_bytes(columns: int, n_experts: int) -> int:
+    return -(-(2 * ROWS * columns + 4 * n_experts) // VECTOR) * VECTOR

@@ -1,0 +1,89 @@
+"""Hopper's gate of few rows in the emulator: logits closely, and the choice and weights of these logits."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.kernels.cuda.gate import few_rows
+from octile.kernels.cuda.gemm import request
+from octile.kernels.cuda.jit.launch import overlapping_launches
+from octile.ops.gate import route
+from octile.routing import EPS
+from tests.kernels.cuda.gate.test_choice import CHOICES
+from tools import emulator
+from tools.emulator import build
+
+emulated = pytest.mark.skipif(build.compiler() is None, reason="the emulator needs a C++ compiler")
+
+
+def gate(x: Tensor, weight: Tensor, bias: Tensor | None, how, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights, experts and logits of a kernel that begins before the previous one has written x."""
+    (t, d), e = x.shape, len(weight)
+    found = torch.full((t, how[0]), math.nan), torch.full((t, how[0]), -1), torch.full((t, e), math.nan)
+    with overlapping_launches():
+        constants = few_rows.plan(d, e, weight.dtype, how, bias is not None)
+    emulator.run(
+        "gate_few_rows",
+        constants,
+        grid=few_rows.grid(t),
+        cluster=few_rows.ROWS,
+        threads=32 * few_rows.WARPS,
+        shared_bytes=constants["shared_bytes"],
+        arguments=[x, weight, 0 if bias is None else bias, found[2], *found[:2], how[-1], EPS, x.stride(0), t],
+        previous=[x],
+        seed=seed,
+    )
+    return found
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("name", "t", "d", "e", "dtype"),
+    [
+        ("V3", 9, 128, 64, torch.float32),
+        ("V2", 3, 2056, 16, torch.float32),
+        ("V2-Lite", 17, 264, 70, torch.bfloat16),
+        ("softmax, normalized", 8, 8, 40, torch.float32),
+    ],
+)
+def test_logits_choice_and_weights(name: str, t: int, d: int, e: int, dtype: torch.dtype):
+    how, generator = CHOICES[name], torch.Generator().manual_seed(t)
+    x = torch.randn(t, d, generator=generator).bfloat16()
+    weight = (torch.randn(e, d, generator=generator) / d**0.5).to(dtype)
+    bias = torch.randn(e, generator=generator) / 4 if name == "V3" else None
+    weights, experts, logits = gate(x, weight, bias, how, t)
+    torch.testing.assert_close(logits, (x.double() @ weight.double().mT).float(), rtol=0, atol=1e-5)
+    expected_weights, expected_experts = route(logits, bias, *how)
+    assert torch.equal(experts, expected_experts)
+    torch.testing.assert_close(weights, expected_weights, rtol=2.0**-18, atol=0)
+
+
+@emulated
+def test_a_row_of_nan_stays_a_row():
+    x, weight = torch.ones(4, 64).bfloat16(), torch.ones(12, 64)
+    x[2] = math.nan
+    weights, experts, logits = gate(x, weight, None, CHOICES["softmax, normalized"])
+    assert logits.isnan().all(1).tolist() == [False, False, True, False]
+    assert experts[2].tolist() == list(range(12))
+    assert weights[[0, 1, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"x": torch.zeros(257, 64).bfloat16()}, "257 tokens"),
+        ({"weight": torch.zeros(300, 64)}, "are too many"),
+        ({"weight": torch.zeros(16, 64).half()}, "torch.float16"),
+        ({"bias": torch.zeros(16).bfloat16()}, "bias"),
+        ({"x": torch.zeros(8, 68).bfloat16()[:, :60], "weight": torch.zeros(16, 60)}, "rows of x"),
+        ({"x": torch.zeros(8, 16384).bfloat16(), "weight": torch.zeros(16, 16384)}, "do not fit"),
+        ({}, None),
+    ],
+)
+def test_what_is_not_supported_has_a_reason(monkeypatch, change, why):
+    monkeypatch.setattr(request, "why_not_on", lambda device: None)
+    tensors = {"x": torch.zeros(8, 64).bfloat16(), "weight": torch.zeros(16, 64), "bias": None} | change
+    found = few_rows.why_unsupported(*tensors.values(), *CHOICES["V3"])
+    assert found is None if why is None else why in found
