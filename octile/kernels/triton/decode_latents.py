@@ -15,6 +15,7 @@ from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton.fp8_bits import as_encoded, quantize_constants
 from octile.kernels.triton.latent_cache import store_fp8, store_values
 from octile.kernels.triton.launch_config import DECODE_LATENTS, EXACT
+from octile.kernels.triton.overlap import overlap_options, wait_for_previous
 
 
 def launch(
@@ -39,6 +40,7 @@ def launch(
             slots.stride(0), latent.stride(0), rope.stride(0), 0 if weight is None else weight.stride(0), q.stride(0),
             q.stride(1), heads, q.shape[2] - r, NORMS=weight is not None, C=c, TILES=tiles, R=r,
             RS=triton.next_power_of_2(r), FP8=is_fp8, **constants, **DECODE_LATENTS, **EXACT,
+            **overlap_options(),
         )  # fmt: skip
 
 
@@ -66,8 +68,10 @@ def write_and_rotate(
     rope_row, weight_step, q_row, q_head, H, N,
     NORMS: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, R: tl.constexpr, RS: tl.constexpr, FP8: tl.constexpr,
     INVERSE: tl.constexpr, REST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """The first program of a row writes to the cache, the others rotate HEADS heads each."""
+    wait_for_previous(OVERLAPS)
     t = tl.program_id(0).to(tl.int64)
     r = tl.arange(0, RS)
     is_first = r % 2 == 0

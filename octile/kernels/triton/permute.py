@@ -11,6 +11,7 @@ from octile.kernels.memory_layout import new_scale
 from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton import launch_config
 from octile.kernels.triton.launch_config import EXACT, PERMUTE_SCALES, UNPERMUTE, UNPERMUTE_BACKWARD
+from octile.kernels.triton.overlap import overlap_options, wait_for_previous
 
 
 def launch(data: Tensor, scale: Tensor, row_ids: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,7 +33,7 @@ def launch(data: Tensor, scale: Tensor, row_ids: Tensor, order: Tensor) -> tuple
             permute[(scale_programs + triton.cdiv(t, tokens) * triton.cdiv(d, cols),)](
                 data.view(torch.uint8), scale, row_ids, order, rows, d, *data.stride(), *scale.stride(),
                 *row_ids.stride(), order.stride(0), moved.view(torch.uint8), moved_scale, moved_scale.stride(1),
-                scale_programs, K=k, TOKENS=tokens, COLS=cols, **PERMUTE_SCALES, num_warps=warps,
+                scale_programs, K=k, TOKENS=tokens, COLS=cols, **PERMUTE_SCALES, **overlap_options(), num_warps=warps,
             )  # fmt: skip
     return moved, moved_scale
 
@@ -61,7 +62,7 @@ def _launch_back(
             unpermute[(t * triton.cdiv(d, cols),)](
                 y, row_ids, added, weights, out, d, *y.stride(), *row_ids.stride(), *added.stride(), *weights.stride(),
                 K=k, ADD=add is not None, WEIGHTED=weight is not None, ACCUMULATES=accumulates, COLS=cols,
-                num_warps=cols // UNPERMUTE["cols_per_warp"], **EXACT,
+                num_warps=cols // UNPERMUTE["cols_per_warp"], **EXACT, **overlap_options(),
             )  # fmt: skip
 
 
@@ -99,12 +100,14 @@ def permute(
     data, scale, row_ids, order, R, D, data_row, data_col, scale_row, scale_col, row_ids_row, row_ids_col, order_step,
     moved, moved_scale, moved_scale_col, SCALE_PROGRAMS,
     K: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program copies COLS bytes of TOKENS rows to K rows each, or gathers the scales of ROWS rows and TILES tiles.
 
     Scales are contiguous along the rows, so programs of their own write them in that order. Written by the programs of
     the tokens, each scale would be a separate write of 4 bytes, as many writes as the data takes.
     """
+    wait_for_previous(OVERLAPS)
     if tl.program_id(0) < SCALE_PROGRAMS:
         blocks = tl.cdiv(R, ROWS)
         to = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
@@ -131,8 +134,10 @@ def permute(
 def unpermute(
     y, row_ids, add, weight, out, D, y_row, y_col, row_ids_row, row_ids_col, add_row, add_col, weight_row, weight_col,
     K: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr, ACCUMULATES: tl.constexpr, COLS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program sums COLS columns of a token, and adds the rounded sums to out if it accumulates."""
+    wait_for_previous(OVERLAPS)
     parts = tl.cdiv(D, COLS)
     token = (tl.program_id(0) // parts).to(tl.int64)
     column = tl.program_id(0) % parts * COLS + tl.arange(0, COLS)

@@ -305,6 +305,7 @@ mla_decode(const __grid_constant__ TensorMap map, const uint8_t* cache, const ui
         }
         ptx::fence_mbarrier_init();
     }
+    if constexpr (config::programmatic) ptx::wait_and_launch_dependents();
     __syncthreads();
     Items items = items_of(role, {lengths, length_step}, rows, max_parts, ranges, starts);
     if (!role.is_consumer()) {

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from octile.kernels.cuda.gemm import num_sms, request
 from octile.kernels.cuda.jit import specialize, tensor_map, wgmma
+from octile.kernels.cuda.jit.launch import overlaps
 from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
 from octile.kernels.cuda.jit.tensor_map import TensorMap
 from octile.kernels.hopper import SHARED_BYTES
@@ -182,10 +183,10 @@ def launch_rows(
     """Attend from some rows at once, into o and lse; of a row with several queries, lengths has one for each."""
     rows, n_heads, _ = q.shape
     is_fp8 = cache.dtype == torch.uint8
-    key = (rows, n_heads, is_fp8, part, len(lengths) // rows, q.device)
+    key = (rows, n_heads, is_fp8, part, len(lengths) // rows, q.device, overlaps())
     prepared = _prepared[key]
     if prepared is None:
-        made = plan(*key[:-1], num_sms.multiprocessors(q.device))
+        made = plan(*key[:-2], num_sms.multiprocessors(q.device))
         prepared = _prepared[key] = _Prepared(made, q.device)
     made, max_parts = prepared.made, parts_of(pages.shape[1], part)
     slots = rows * max_parts if part else made.slots
@@ -220,7 +221,7 @@ def plan(rows: int, n_heads: int, is_fp8: bool, part: int, queries: int, n_sms: 
     spare_part = SPARE_PART_64 if heads == 64 else SPARE_PART
     splits: dict[str, int | bool] = {
         "part_pages": part // PAGE, "min_pages": MIN_PAGES, "spare_part": spare_part, "spare_pages": SPARE_PAGES,
-        "queries": queries,
+        "queries": queries, "programmatic": overlaps(),
     }  # fmt: skip
     cluster = 2 if heads == 64 and is_fp8 and head_blocks % 2 == 0 else 1  # thread blocks that share converted pages
     specialized = _plan_64(is_fp8, cluster) if heads == 64 else _plan_few(heads, is_fp8)
@@ -309,8 +310,9 @@ class _Prepared:
         self.made = made
         decode = specialize.load(made.kernel, made.constants, device, made.headers)
         merge = specialize.load("mla_merge", made.merge_constants, device)
-        self.decode = _PreparedDecode(decode, made.grid, made.cluster, THREADS, int(made.constants["shared_bytes"]))
-        self.merge = PreparedKernel(merge, made.merge_grid, 1, MERGE_THREADS, 0)
+        shared_bytes, early = int(made.constants["shared_bytes"]), bool(made.constants["programmatic"])
+        self.decode = _PreparedDecode(decode, made.grid, made.cluster, THREADS, shared_bytes, early)
+        self.merge = PreparedKernel(merge, made.merge_grid, 1, MERGE_THREADS, 0, early)
 
 
 _prepared: BoundedCache[_Prepared] = BoundedCache(MAX_KEYS)

@@ -225,6 +225,7 @@ mla_decode_64(const __grid_constant__ TensorMap map, const uint8_t* cache, const
         ptx::prefetch_tensormap(&map);
         barriers.init();
     }
+    if constexpr (config::programmatic) ptx::wait_and_launch_dependents();
     sync_all();
     // In each branch anew: registers that all branches share are spilled.
     const auto items_here = [&] { return items_of(role, {lengths, length_step}, rows, max_parts, ranges, starts); };

@@ -10,6 +10,7 @@
 extern "C" __global__ void __launch_bounds__(channels / 4)
 mla_merge(const float* partial, const float* lse, const int* lengths, const int* starts, uint16_t* out, float* out_lse,
           int n_heads, int length_step, int rows, int max_parts) {
+    if constexpr (config::programmatic) ptx::wait_and_launch_dependents();
     const int blocks = (n_heads + config::heads - 1) / config::heads, row = blockIdx.x / blocks;
     const int first_head = blockIdx.x % blocks * config::heads;
     const Lengths of_rows{lengths, length_step};

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from octile.kernels.cuda.gemm import request
 from octile.kernels.cuda.jit import specialize
+from octile.kernels.cuda.jit.launch import overlaps
 from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel, address_of
 from octile.routing import EPS
 
@@ -46,11 +47,11 @@ def launch(products: Tensor, bias: Tensor | None, choice: Choice, n_experts: int
         weights [T, K] float32, experts [T, K] int64, logits [T, E] float32.
     """
     (t, columns), n_chosen, factor = products.shape, choice[0], choice[-1]
-    key = t, columns, n_experts, choice[:-1], bias is None, products.device
+    key = t, columns, n_experts, choice[:-1], bias is None, overlaps(), products.device
     prepared = _prepared[key]
     if prepared is None:
         kernel = specialize.load("choose_experts", plan(columns, n_experts, choice, bias is not None), products.device)
-        prepared = _prepared[key] = PreparedKernel(kernel, -(-t // WARPS), 1, 32 * WARPS, 0)
+        prepared = _prepared[key] = PreparedKernel(kernel, -(-t // WARPS), 1, 32 * WARPS, 0, overlaps())
     weights = products.new_empty(t, n_chosen)
     experts = products.new_empty(t, n_chosen, dtype=torch.int64)
     logits = products if columns == n_experts else products.new_empty(t, n_experts)
@@ -61,7 +62,7 @@ def launch(products: Tensor, bias: Tensor | None, choice: Choice, n_experts: int
 
 def plan(columns: int, n_experts: int, choice: Choice, biased: bool) -> dict[str, int | bool]:
     """Return the constants of the kernel for products of so many columns."""
-    made = {"parts": columns // n_experts, "warps": WARPS, "shared_bytes": 0}
+    made = {"parts": columns // n_experts, "warps": WARPS, "shared_bytes": 0, "programmatic": overlaps()}
     return constants(n_experts, *choice[:-1], biased) | made
 
 

@@ -12,6 +12,7 @@ extern "C" __global__ void __launch_bounds__(32 * warps)
 choose_experts(const float* products, const float* bias, float* logits, float* weights, int64_t* expert_of, float factor,
                float eps, int rows) {
     const int row = blockIdx.x * warps + threadIdx.x / 32, lane = ptx::lane_id();
+    if constexpr (config::programmatic) ptx::wait_and_launch_dependents();
     if (row >= rows) return;
     products += static_cast<int64_t>(row) * parts * experts;
     auto logit_of = [&](int e) {

@@ -1,20 +1,22 @@
 """Hopper's MLA decode attention, run in the emulator."""
 
 import math
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from octile.kernels.cuda.attention import mla_decode
+from octile.kernels.cuda.jit.launch import overlapping_launches
 from tools import emulator
 
 
 def decode(
     q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, part: int, scale: float, seed: int = 0, n_sms: int = 3,
-    arithmetic: Literal["float32", "hopper"] = "float32",
+    arithmetic: Literal["float32", "hopper"] = "float32", early: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Run both kernels on an emulated GPU of few SMs.
+    """Run both kernels on an emulated GPU of few SMs; if early, each begins before the previous one has written.
 
     Returns:
         o [rows, H, 512], partial results [slots, H, 512], lse [slots, H] and lse of rows [rows, H]; NaN where there are
@@ -22,7 +24,8 @@ def decode(
     """
     rows, n_heads, _ = q.shape
     is_fp8 = cache.dtype == torch.uint8
-    made = mla_decode.plan(rows, n_heads, is_fp8, part, len(lengths) // rows, n_sms)
+    with overlapping_launches() if early else nullcontext():
+        made = mla_decode.plan(rows, n_heads, is_fp8, part, len(lengths) // rows, n_sms)
     o = torch.full((rows, n_heads, 512), math.nan, dtype=torch.bfloat16)
     max_parts = mla_decode.parts_of(pages.shape[1], part)
     slots = rows * max_parts if part else made.slots
@@ -41,6 +44,7 @@ def decode(
         shared_bytes=int(made.constants["shared_bytes"]),
         arguments=[described, cache, q, pages, lengths, o, partials, lse, starts, scale, n_heads, *steps, *others],
         headers=made.headers,
+        previous=[q, cache.view(torch.uint8)] if early else [],
         seed=seed,
         arithmetic=arithmetic,
     )
@@ -51,5 +55,6 @@ def decode(
         threads=mla_decode.MERGE_THREADS,
         shared_bytes=0,
         arguments=[partials, lse, lengths, starts, o, lse_of_rows, n_heads, steps[1], rows, max_parts],
+        previous=[partials, lse, starts] if early else [],
     )
     return o, partials, lse, lse_of_rows

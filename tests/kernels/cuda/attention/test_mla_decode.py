@@ -76,6 +76,15 @@ def test_results_are_the_references(n_heads: int, part: int, dtype: torch.dtype)
     assert not found[lengths == 0].any()
 
 
+@emulated
+@pytest.mark.parametrize(("n_heads", "part"), [(3, 0), (20, 0), (65, 0), (65, 64)])
+@FORMS
+def test_kernels_that_begin_early_read_nothing_before_the_previous_one_has_ended(n_heads: int, part: int, dtype):
+    q, cache, pages, lengths = inputs(n_heads, dtype)
+    found = decode(q, cache, pages, lengths, part, SCALE, n_sms=SMS, early=True)[0]
+    assert_as_reference(found, q, cache, pages, lengths, part > 0)
+
+
 @pytest.mark.each_value
 @emulated
 @pytest.mark.parametrize("n_pages", [1, 2, 3, 4])
