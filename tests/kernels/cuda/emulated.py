@@ -61,8 +61,8 @@ def emulate(
 ) -> Tensor:
     """Run a GEMM on an emulated GPU of few SMs, into out; returns out.
 
-    A programmatic kernel begins before the previous one has written a, its scales, the sizes, out and the workspace of
-    split-K.
+    A programmatic kernel begins before the previous one has written a, its scales, out, the workspace of split-K and,
+    unless its groups are early, the sizes.
     """
     operands = [_operand(x, config.schedule) for x in (a, b)]
     options = (config.accumulate, config.promote, config.zero_rest)
@@ -73,7 +73,9 @@ def emulate(
     addresses = partials.data_ptr(), arrivals.data_ptr()
     previous = []
     if config.programmatic:
-        previous = [a[0], a[1].mT, *out.unbind(), *(t for t in (sizes, partials, arrivals) if t is not None and len(t))]
+        own_sizes = None if config.early_groups else sizes
+        written = (t for t in (own_sizes, partials, arrivals) if t is not None and len(t))
+        previous = [a[0], a[1].mT, *out.unbind(), *written]
     emulator.run(
         "gemm",
         config.constants(),

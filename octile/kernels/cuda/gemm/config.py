@@ -71,6 +71,7 @@ class GemmConfig:
         programmatic: the kernel may start before the previous one of the stream has ended (`octile.kernels.cuda.jit.
             launch.overlapping_launches`). A dense one loads the first tiles of a weight, the operand with 128×128
             scales, before it waits.
+        early_groups: a programmatic grouped one does so, too: the previous kernel does not write the offsets.
 
     Raises:
         ValueError: there is no such kernel. The message gives the reason.
@@ -103,6 +104,7 @@ class GemmConfig:
     b_e5m2: bool = False
     bf16: bool = False
     programmatic: bool = False
+    early_groups: bool = False
 
     def __post_init__(self) -> None:
         for holds, why in self._rules():

@@ -11,8 +11,10 @@
 #pragma once
 #include "pipeline.cuh"
 
-// Weights, the operand with 128×128 scales, are loaded before the previous kernel has ended, which must not write them.
-constexpr bool loads_weights_early = config::programmatic && config::schedule == dense && has_block_scales;
+// Weights, the operand with 128×128 scales, are loaded before the previous kernel has ended, which must not write them,
+// nor the offsets of their groups.
+constexpr bool loads_weights_early = config::programmatic && has_block_scales &&
+    (config::schedule == dense || (config::schedule == grouped && config::early_groups));
 
 struct TensorMaps {
     const TensorMap *a, *b, *a_scale, *b_scale;

@@ -20,19 +20,38 @@ from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
 MAX_KEYS = 8192  # kernels with a launch shape
 _prepared: BoundedCache[PreparedKernel] = BoundedCache(MAX_KEYS)
 _overlapping: ContextVar[bool] = ContextVar("overlapping launches", default=False)
+_offsets_are_older: ContextVar[bool] = ContextVar("offsets are older than the previous kernel", default=False)
 
 
 @contextmanager
 def overlapping_launches() -> Iterator[None]:
     """A context in which kernels may start before the previous one of the stream has ended.
 
-    The caller promises that no kernel inside writes a weight, an operand with 128×128 scales, that a dense GEMM reads.
+    The caller promises that no kernel inside writes a weight, an operand with 128×128 scales, that a GEMM reads.
     """
     token = _overlapping.set(True)
     try:
         yield
     finally:
         _overlapping.reset(token)
+
+
+@contextmanager
+def offsets_are_older() -> Iterator[None]:
+    """A context of `overlapping_launches` in which grouped GEMMs load weights early, too.
+
+    The caller promises that their offsets were written by a kernel before the previous one of the stream.
+    """
+    token = _offsets_are_older.set(True)
+    try:
+        yield
+    finally:
+        _offsets_are_older.reset(token)
+
+
+def knows_offsets() -> bool:
+    """Return whether launches overlap within `offsets_are_older`."""
+    return overlaps() and _offsets_are_older.get()
 
 
 def overlaps() -> bool:

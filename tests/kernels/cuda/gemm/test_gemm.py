@@ -280,18 +280,29 @@ FURTHER_GROUPED = {  # each value of their fields is in another case
 }
 
 
+def _grouped(kernel: GemmConfig, seed: int, ends: list[int], n: int, k: int) -> None:
+    a, b = operand((200, k), ROW, seed), operand((len(ends), n, k), kernel.b_scales, seed + 100)
+    out = poisoned(200, n, dtype=_dtype(kernel), gap=_gap(kernel, n))
+    emulate(kernel, out, a, b, _sizes(ends), seed=seed)
+    expected = torch.zeros(200, n)
+    for g, (start, end) in enumerate(pairwise([0, *ends])):
+        expected[start:end] = exact(rows(a, slice(start, end)), group(b, g))
+    torch.testing.assert_close(out, expected.to(out.dtype), rtol=0, atol=0, msg=lambda why, e=ends: f"{e}: {why}")
+
+
 @pytest.mark.parametrize("case", _cases(ROWS_GROUPED, FURTHER_GROUPED))
 def test_grouped(case: str):
     kernel = ROWS_GROUPED[case]
     for seed, ends in enumerate(ENDS.values()):
-        n, k = (40, 160) if seed % 2 else (kernel.tile_n * 2 + 1 + kernel.out_float, 256)
-        a, b = operand((200, k), ROW, seed), operand((len(ends), n, k), kernel.b_scales, seed + 100)
-        out = poisoned(200, n, dtype=_dtype(kernel), gap=_gap(kernel, n))
-        emulate(kernel, out, a, b, _sizes(ends), seed=seed)
-        expected = torch.zeros(200, n)
-        for g, (start, end) in enumerate(pairwise([0, *ends])):
-            expected[start:end] = exact(rows(a, slice(start, end)), group(b, g))
-        torch.testing.assert_close(out, expected.to(out.dtype), rtol=0, atol=0, msg=lambda why, e=ends: f"{e}: {why}")
+        _grouped(kernel, seed, ends, *((40, 160) if seed % 2 else (kernel.tile_n * 2 + 1 + kernel.out_float, 256)))
+
+
+@pytest.mark.parametrize("early_groups", [False, True])
+@pytest.mark.parametrize("case", ["two warpgroups", "a cluster shares b", "ping-pong", "1D1D"])
+def test_groups_and_their_weights_are_read_before_the_previous_kernel_has_ended(case: str, early_groups: bool):
+    kernel = replace(ROWS_GROUPED[case], programmatic=True, early_groups=early_groups)
+    for seed, ends in enumerate(ENDS.values()):
+        _grouped(kernel, seed, ends, 40, 256)
 
 
 def test_rows_of_nan_stay_in_their_group():
