@@ -278,8 +278,8 @@ SUPPORTED_BY_HOPPER = {  # what the functions `why_not_hopper` of `TABLE` accept
     "dequantize": f"{_ALIGNED}, in blocks of 1×128, 128×1 or 128×128, or with one scale",
     "rms_norm": f"{_ALIGNED}, of more than {launcher.NARROW_ROWS_WITH_VALUES} {_AND_UP_TO}",
     "rms_norm_quantize": f"{_ALIGNED}, of more than {launcher.NARROW_ROWS} {_AND_UP_TO}",
-    "gate": f"8, 16, … {gate_launcher.MAX_EXPERTS} experts and at least {gate_launcher.MIN_TOKENS} tokens, and up to "
-    f"{choice.MAX_EXPERTS} experts and {gate_few_rows.MAX_ROWS} tokens",
+    "gate": f"up to {choice.MAX_EXPERTS} experts and {gate_few_rows.MAX_ROWS} tokens, and 8, 16, … "
+    f"{gate_launcher.MAX_EXPERTS} experts and at least {gate_launcher.MIN_TOKENS} tokens",
     "gate_backward": f"{gate_backward_launcher.MIN_EXPERTS}, … {gate_backward_launcher.MAX_EXPERTS} experts in "
     f"multiples of 8, and at least {gate_backward_launcher.MIN_TOKENS} tokens",
     "count_tokens": _UP_TO,

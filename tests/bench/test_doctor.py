@@ -142,7 +142,8 @@ def reasons() -> dict[str, str]:
 def test_on_hopper_a_reason_says_which_calls_have_another_kernel(pretend):
     pretend((9, 0))
     why = reasons()
-    assert why["gate"] == "for 8, 16, … 64 experts and at least 2048 tokens; Triton's for others"
+    few, many = "up to 256 experts and 256 tokens", "8, 16, … 64 experts and at least 2048 tokens"
+    assert why["gate"] == f"for {few}, and {many}; Triton's for others"
     assert why["top_keys"] == "for up to 4096 keys; torch computes others"
     assert why["adamw"] == "its only kernel on GPUs, for sm_80 and later"
 

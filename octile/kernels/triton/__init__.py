@@ -23,6 +23,7 @@ shapes, so every launch can be captured in a CUDA graph.
     row_invariant     dense GEMMs in high precision whose rows do not depend on each other
     permute           rows of tokens to their experts and back
     tensor_table      addresses of many tensors, for kernels that work on all of them
+    overlap           starts before the previous kernel has ended
     adamw             AdamW
     gradient_norms    norms of many gradients, for clipping
     k_loop            the loop over k-blocks of all GEMMs, with scales applied at every k-block

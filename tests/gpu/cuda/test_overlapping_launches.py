@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from octile.formats import BLOCK, TILE
-from octile.kernels.cuda.jit.launch import overlapping_launches
+from octile.kernels.cuda.jit.launch import offsets_are_older, overlapping_launches
 from octile.ops.grouped import grouped_matmul_nt
 from octile.ops.matmul import matmul_nt, matmul_nt_out
 from octile.ops.norm import rms_norm_quantize
@@ -47,8 +47,9 @@ class Layer:
             gate, up = multiply((data, scale), self.shared[0]).chunk(2, dim=-1)
             shared = multiply(swiglu_quantize(gate, up, "e4m3", False), self.shared[1])
         row_ids, order, offs, weight_R = weighted_routing_plan(chosen, shares, E)
-        gate, up = multiply(permute(data, scale, row_ids, order), self.experts[0], offs).chunk(2, dim=-1)
-        rows = multiply(swiglu_quantize(gate, up, "e4m3", False, weight_R, offs), self.experts[1], offs)
+        with offsets_are_older():
+            gate, up = multiply(permute(data, scale, row_ids, order), self.experts[0], offs).chunk(2, dim=-1)
+            rows = multiply(swiglu_quantize(gate, up, "e4m3", False, weight_R, offs), self.experts[1], offs)
         current.wait_stream(self.side)
         unpermute_add_(x, rows, row_ids, shared)
 

@@ -118,7 +118,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             happened.append(f"on {now.stream.name}")
 
     side = Stream("side", happened)
-    monkeypatch.setattr(feed_forward_module, "_stream", lambda device, purpose: side)
+    monkeypatch.setattr(feed_forward_module, "_stream", lambda device: side)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now.stream)
     monkeypatch.setattr(torch.cuda, "stream", On)
     monkeypatch.setattr(num_sms, "multiprocessors", lambda device: 132)

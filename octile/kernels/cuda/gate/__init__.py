@@ -1,1 +1,1 @@
-"""The Hopper kernel of the expert gate, with its launcher and the catalog of its shapes."""
+"""The Hopper kernels of the expert gate, of many rows and of few, with their launchers and the catalog of shapes."""
