@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
@@ -134,7 +135,7 @@ class FeedForward:
             assert x.values is not None
             rows = Rows(x.values.index_select(0, order_R // experts_TK.shape[1]), None)
         is_weighted = isinstance(w.down, ScaledTensor)
-        with offsets_are_older():
+        with offsets_are_older() if offs_E.is_cuda else nullcontext():
             y_RD = self._experts(rows, w, offs_E, weight_R if is_weighted else None)
         unpermute_add_(x_TD, y_RD, row_ids_TK, shared.wait(switches=False), None if is_weighted else weights_TK)
         return x_TD
