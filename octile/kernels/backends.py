@@ -114,13 +114,8 @@ def _why_not_high_precision_rms_norm(x: Tensor, weight: Tensor, eps: float) -> s
     return _why_not_rms_norm(x, weight, eps, torch.float8_e4m3fn, False, True)
 
 
-def _why_not_gate(x: Tensor, *others: Any) -> str | None:
-    few = len(x) <= gate_few_rows.MAX_ROWS
-    return (gate_few_rows if few else gate_launcher).why_unsupported(x, *others)
-
-
-def _gate(x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return (gate_few_rows if len(x) <= gate_few_rows.MAX_ROWS else gate_launcher).launch(x, *others)
+def _gate_launcher(x: Tensor) -> Any:
+    return gate_few_rows if len(x) <= gate_few_rows.MAX_ROWS else gate_launcher
 
 
 def _why_not_first(count: int) -> Callable[..., str | None]:
@@ -201,7 +196,11 @@ HOPPER_OR_TORCH = {  # called by their own modules: what torch does, and what Ho
 }
 TABLE = {
     "gemm": Backends(why_unsupported, launch_cache.launch, _triton_gemm),
-    "gate": Backends(_why_not_gate, _gate, _triton("gate", "launch_from_x")),
+    "gate": Backends(
+        lambda x, *others: _gate_launcher(x).why_unsupported(x, *others),
+        lambda x, *others: _gate_launcher(x).launch(x, *others),
+        _triton("gate", "launch_from_x"),
+    ),
     "gate_backward": Backends(
         gate_backward_launcher.why_unsupported, gate_backward_launcher.launch, _triton("gate", "launch_gradients")
     ),

@@ -105,9 +105,7 @@ class CapturedStep:
             tokens_BS: the batch.
             constants: the numbers on the host that `compute` and `update` use; a capture contains them.
         """
-        if (
-            self._recipe_changes != recipe_changes()
-        ):  # a walk through all modules is a part of a step's time on the host
+        if self._recipe_changes != recipe_changes():  # no walk through all modules in each step
             self._recipe_changes = recipe_changes()
             self._recipes = [getattr(module, "recipe", None) for module in self.model.modules()]
         key = (tokens_BS.shape, *constants, *self._recipes)

@@ -9,9 +9,9 @@
 #include "vec8.cuh"
 
 constexpr int num_rows = 8, k = config::columns, gate_warps = config::warps, gate_threads = 32 * gate_warps;
-constexpr int cluster = num_rows;                             // each thread block chooses for one row
-constexpr int vectors = 8, chunk = vectors * 32 * 8;          // columns of the weight that a warp holds
-constexpr int row_vectors = k / 8;  // of 8 columns, in a row of x
+constexpr int cluster = num_rows;                     // each thread block chooses for one row
+constexpr int vectors = 8, chunk = vectors * 32 * 8;  // columns of the weight that a warp holds
+constexpr int row_vectors = k / 8;                    // of 8 columns, in a row of x
 
 struct alignas(16) Shared {
     uint16_t x[num_rows][k];

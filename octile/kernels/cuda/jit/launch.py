@@ -1,8 +1,8 @@
 """Launches of kernels that are specialized by constants: a kernel with its launch shape is prepared once.
 
 Within `overlapping_launches` kernels with a constant `programmatic` are launched by programmatic dependent launch. Each
-may start before the previous one of the stream has ended, and waits for it at its start. Dense GEMMs load the first
-tiles of weights before.
+may start before the previous one of the stream has ended, and waits for it at its start. Dense GEMMs, and within
+`offsets_are_older` grouped ones, load the first tiles of weights before.
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
 
