@@ -29,15 +29,12 @@ from typing import Any
 
 import httpx
 import torch
-from torch import Tensor
 
 from octile.bench.rows import align_columns
-from octile.bench.serve.peer.random_folder import V2_LITE, letter_tokenizer
+from octile.bench.serve.peer.random_folder import V2_LITE, letter_tokenizer, write_random_folder
 from octile.bench.serve.peer.vllm import free_port, server
-from octile.bench.serve.random_weights import random_tensor
-from octile.checkpoint.hugging_face import write_folder
 from octile.models.config import ModelConfig
-from octile.models.meta import checkpoint_shapes
+from octile.tokenizer import Tokenizer
 from octile.train.config import MODELS
 from tests.serve.http.mixed_load import FOLLOWING, Asked, draw, follows, leave, read_stream, read_whole
 from tests.serve.http.templates import V31, with_tokens
@@ -180,15 +177,8 @@ def write_model(folder: Path, config: ModelConfig, device: str) -> None:
     """Write a model with random FP8 weights, and a tokenizer and template with DeepSeek's tokens."""
     tokenizer = with_tokens(letter_tokenizer(VOCABULARY))
     config = replace(config, vocab_size=-(-tokenizer.vocab_size // 128) * 128)
-    shapes, generator = checkpoint_shapes(config), torch.Generator(device).manual_seed(0)
-
-    def read(name: str) -> Tensor:
-        return random_tensor(name, shapes[name], generator)
-
-    with tempfile.TemporaryDirectory() as other:
-        tokenizer.save(Path(other))
-        (Path(other) / "chat_template.jinja").write_text(V31, encoding="utf-8")
-        write_folder(folder, config, shapes, read, "fp8", sorted(Path(other).iterdir()))
+    with_template = Tokenizer(tokenizer.backend, {**tokenizer.config, "chat_template": V31})
+    write_random_folder(folder, config, "fp8", device, with_template)
 
 
 def drawn_requests() -> Iterator[Asked]:

@@ -23,7 +23,11 @@ V2_LITE = replace(ModelConfig.v2_lite_16b(), intermediate_size=V2_LITE_WIDTH, bo
 
 
 def write_random_folder(
-    folder: Path, config: ModelConfig, weights: Weights, device: torch.device | str = "cpu"
+    folder: Path,
+    config: ModelConfig,
+    weights: Weights,
+    device: torch.device | str = "cpu",
+    tokenizer: Tokenizer | None = None,
 ) -> None:
     """Write a model with random weights and a tokenizer. The same arguments give the same weights.
 
@@ -32,12 +36,13 @@ def write_random_folder(
         config: configuration of the model.
         weights: "fp8" or "bf16"; both are roundings of the same values.
         device: where the values are made.
+        tokenizer: the tokenizer; None: `letter_tokenizer` of the model's vocabulary.
 
     Raises:
         ImportError: the package tokenizers is missing.
         ValueError, OSError: as `octile.checkpoint.hugging_face.save`, or the vocabulary is too small.
     """
-    tokenizer = letter_tokenizer(config.vocab_size)
+    tokenizer = tokenizer or letter_tokenizer(config.vocab_size)
     shapes, generator = checkpoint_shapes(config), torch.Generator(device).manual_seed(0)
 
     def read(name: str) -> Tensor:
