@@ -185,6 +185,11 @@ HOPPER_OR_TORCH = {  # called by their own modules: what torch does, and what Ho
     ),
     "few_rows_mixture": ("calls what it consists of", "up to 8 rows in BF16, and experts of a multiple of 128 columns"),
     "few_rows_nt": ("calls quantization and GEMM", "up to 8 rows in BF16"),
+    "heads_nt_out": ("multiplies the heads", "up to 256 rows of heads of up to 256 channels, a power of two"),
+    "heads_nt_quantize": (
+        "calls what it consists of",
+        "up to 256 rows of heads of up to 512 channels, a power of two, with results of 128, 256, …",
+    ),
     "latent_attention": (
         "calls what it consists of",
         "up to 8 rows, and latents of 512 + 64 channels in BF16, of FP8 ones for queries",
@@ -194,6 +199,7 @@ HOPPER_OR_TORCH = {  # called by their own modules: what torch does, and what Ho
         f"up to {routing_launcher.MAX_ENTRIES_ALONE} entries of up to {routing_launcher.MAX_EXPERTS} experts",
     ),
 }
+IN_TRITON = ("heads_nt_out", "heads_nt_quantize")  # of these: Triton's kernels, which only Hopper uses
 TABLE = {
     "gemm": Backends(why_unsupported, launch_cache.launch, _triton_gemm),
     "gate": Backends(
@@ -310,7 +316,8 @@ def choices() -> dict[str, tuple[str, str]]:
             others = f"Triton's for others, of which {BLOCKS_OF_32}" if operator in GEMMS else "Triton's for others"
             chosen[operator] = "CUDA C++", f"for {supported}; {others}"
         for operator, (_, supported) in HOPPER_OR_TORCH.items():
-            chosen[operator] = "CUDA C++", f"for {supported}; torch computes others"
+            kernel = "Triton" if operator in IN_TRITON else "CUDA C++"
+            chosen[operator] = kernel, f"for {supported}; torch computes others"
         return chosen
     for operator in WITH_HOPPER:
         reason = _triton_gemms(sm) if operator in GEMMS else "its kernel for sm_80 and later"

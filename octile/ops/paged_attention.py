@@ -1,8 +1,10 @@
-"""Attention of decoding in latent attention's absorbed form, over a paged cache.
+"""Attention of decoding in latent attention's absorbed form, over a paged cache, and the products of each head.
 
-    s = scale · q · [latent; rotary key]      of the first `length` positions of a row's text
+    q = query · W_UK                          C channels a head, `heads_nt_out`
+    s = scale · q · [latent; rotary key]      of the first `length` positions of a row's text, `paged_attention`
     p = softmax(s)
-    o = p · latent                            C channels a head: the caller multiplies them by the values' weight
+    o = p · latent                            C channels a head
+    v = o · W_UV                              `heads_nt_out`, or `heads_nt_quantize` for an FP8 projection of the output
 
 A row is one query position with all its heads. Several rows may belong to one text, as where drafts are verified: each
 has its own length. The cache is read once for all heads of a row, which is what decoding's time goes into, or once for
@@ -15,8 +17,13 @@ lengths of all rows may decide how they are divided, so that thread blocks have 
 unspecified otherwise. The softmax's weights are rounded to q's dtype, or to FP16 with a scale, before they are
 multiplied, and with more than 32 heads a GPU may round the latents of FP8 rows to q's dtype, too.
 
+The products of a head sum in unspecified order. Those of few rows are short, and most of their time is launching and
+waiting: on Hopper they have kernels of their own, which load the weights while the previous kernel still runs. Results
+are rounded to the rows' dtype before they are quantized, so one call has the bits of two.
+
 Source: DeepSeek-V2 (arXiv 2405.04434) §2.1.2; Flash-Decoding; FlashMLA (https://github.com/deepseek-ai/FlashMLA).
-Shapes: R rows, H heads, C channels of a latent, W = C + those of the rotary key, P pages, M pages of a text at most.
+Shapes: R rows, in products T; H heads, K and N the columns of a head's rows and of its results; C channels of a latent,
+W = C + those of the rotary key, P pages, M pages of a text at most.
 """
 
 import torch
@@ -24,12 +31,15 @@ from torch import Tensor
 
 from octile.formats import TILE
 from octile.kernels import backends, cpu
+from octile.kernels.cuda.gemm import request
+from octile.kernels.memory_layout import new_scale
 from octile.ops.latent_cache import PAGE, check_cache, fp8_rows, rope_dim_of
 from octile.ops.matmul import without_autocast
 from octile.ops.operator import operator
-from octile.ops.quantize import check_device, check_input_dtype, dequantize
+from octile.ops.quantize import check_device, check_input_dtype, dequantize, quantize
 
 MAX_PART = 2**20  # positions
+MAX_ROWS = 256  # of the kernels of products: more fill a GPU, and a library's GEMM is as fast
 
 
 @operator()
@@ -211,3 +221,88 @@ def _check_values(cache: Tensor, pages: Tensor, lengths: Tensor, rows_per_text: 
         raise ValueError(f"pages must be from 0 to below {cache.shape[0]}, not {sorted(set(read.tolist()))}")
     if rows_per_text > 1 and bool(((pages != pages[::rows_per_text].repeat_interleave(rows_per_text, 0)) & used).any()):
         raise ValueError(f"pages must be the same for each {rows_per_text} rows of a text")
+
+
+@operator(writes=("out",))
+def heads_nt_out(out: Tensor, x: Tensor, w: Tensor) -> None:
+    """Write x [T, H, K] · w [H, N, K]ᵀ of each head to out [T, H, N].
+
+    Args:
+        out, x, w: float32, bfloat16 or float16, all the same, any strides; out does not overlap x.
+
+    Raises:
+        TypeError: a dtype is another one.
+        ValueError: shapes or devices do not fit together.
+    """
+    _check_heads(x, w)
+    expected = *x.shape[:2], w.shape[1]
+    if out.dtype != x.dtype:
+        raise TypeError(f"out must be {x.dtype} as x, not {out.dtype}")
+    if out.shape != expected:
+        raise ValueError(f"out must be {expected}, not {tuple(out.shape)}")
+    check_device("x", x, "out", out)
+    torch.bmm(x.transpose(0, 1), w.mT, out=out.transpose(0, 1))
+
+
+@heads_nt_out.register_fake
+def _(out, x, w):
+    return None
+
+
+@heads_nt_out.register_kernel("cuda")
+def _(out, x, w):
+    if _has_few_rows(x):
+        from octile.kernels.triton import heads as kernel  # late: a machine without a GPU has no Triton
+
+        if kernel.why_no_product(out, x, w) is None:
+            return kernel.launch_out(out, x, w)
+    return heads_nt_out.reference(out, x, w)
+
+
+@operator()
+def heads_nt_quantize(x: Tensor, w: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:
+    """Multiply x [T, H, K] · w [H, N, K]ᵀ of each head, and quantize rows [T, H·N] to E4M3 in tiles of 1×128.
+
+    Args:
+        x, w: float32, bfloat16 or float16, both the same, any strides.
+        power_of_2: whether scales are rounded up to powers of two.
+
+    Returns:
+        data float8_e4m3fn [T, H·N] and scale float32 [T, ⌈H·N/128⌉], as `octile.ops.quantize`.
+
+    Raises:
+        TypeError, ValueError: as for `heads_nt_out`.
+    """
+    _check_heads(x, w)
+    out = x.new_empty(*x.shape[:2], w.shape[1])
+    heads_nt_out(out, x, w)
+    return quantize(out.flatten(1), *TILE, "e4m3", power_of_2)
+
+
+@heads_nt_quantize.register_fake
+def _(x, w, power_of_2):
+    data = x.new_empty(len(x), x.shape[1] * w.shape[1], dtype=torch.float8_e4m3fn)
+    return data, new_scale(data, *TILE)
+
+
+@heads_nt_quantize.register_kernel("cuda")
+def _(x, w, power_of_2):
+    if _has_few_rows(x):
+        from octile.kernels.triton import heads as kernel
+
+        if kernel.why_not_quantized(x, w) is None:
+            return kernel.launch_quantized(x, w, power_of_2)
+    return heads_nt_quantize.reference(x, w, power_of_2)
+
+
+def _has_few_rows(x: Tensor) -> bool:
+    return len(x) <= MAX_ROWS and request.why_not_on(x.device) is None
+
+
+def _check_heads(x: Tensor, w: Tensor) -> None:
+    check_input_dtype("x", x)
+    if w.dtype != x.dtype:
+        raise TypeError(f"w must be {x.dtype} as x, not {w.dtype}")
+    if x.dim() != 3 or w.dim() != 3 or (x.shape[1], x.shape[2]) != (w.shape[0], w.shape[2]):
+        raise ValueError(f"x and w must be [T, H, K] and [H, N, K], not {tuple(x.shape)} and {tuple(w.shape)}")
+    check_device("x", x, "w", w)

@@ -29,7 +29,7 @@ from octile.ops.latent_cache import read_latents, write_and_rotate, write_latent
 from octile.ops.matmul import matmul_nt, matmul_nt_out
 from octile.ops.mqa_logits import paged_mqa_schedule
 from octile.ops.norm import rms_norm, rms_norm_backward, rms_norm_quantize
-from octile.ops.paged_attention import paged_attention
+from octile.ops.paged_attention import heads_nt_out, heads_nt_quantize, paged_attention
 from octile.ops.permute import (
     count_tokens,
     permute,
@@ -142,6 +142,14 @@ CASES = {
             torch.randn(2, 3, 8, device="cuda"),
             torch.zeros(2, 3, 16, device="cuda"),
         ),
+    ),
+    "products of heads": lambda: (
+        heads_nt_out,
+        tuple(torch.randn(*sides, device="cuda").bfloat16() for sides in ((3, 2, 70), (3, 2, 64), (2, 70, 64))),
+    ),
+    "quantized products of heads": lambda: (
+        heads_nt_quantize,
+        (*(torch.randn(*sides, device="cuda").bfloat16() for sides in ((3, 2, 64), (2, 128, 64))), False),
     ),
     "row-invariant GEMM into rows": lambda: (
         row_invariant_matmul_nt_out,

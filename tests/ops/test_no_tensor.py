@@ -35,7 +35,7 @@ from octile.ops.norm import rms_norm, rms_norm_backward, rms_norm_quantize
 from octile.ops.operator import LIBRARIES
 from octile.ops.packed import packed_matmul_nt
 from octile.ops.packed_attention import packed_attention, packed_attention_backward
-from octile.ops.paged_attention import paged_attention, paged_attention_with_lse
+from octile.ops.paged_attention import heads_nt_out, heads_nt_quantize, paged_attention, paged_attention_with_lse
 from octile.ops.permute import (
     count_tokens,
     permute,
@@ -118,6 +118,8 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     grouped_matmul_nt_out: (torch.ones(2, 2), *A, *STACK, ENDS),
     grouped_wgrad: (*TRANSPOSED, *TRANSPOSED, ENDS, torch.float32),
     grouped_wgrad_out: (torch.ones(1, 128, 128), *TRANSPOSED, *TRANSPOSED, ENDS, False),
+    heads_nt_out: (torch.ones(2, 1, 2), torch.ones(2, 1, 3), torch.ones(1, 2, 3)),
+    heads_nt_quantize: (torch.ones(2, 1, 3), torch.ones(1, 2, 3), False),
     index_rows: (HEADS, ONE, ONE),
     latent_keys: (torch.ones(1, 1, 1, 4), torch.ones(1, 1, 2), ONE, ONE, 2),
     latent_keys_backward: (HEADS, HEADS, ONE, ONE),

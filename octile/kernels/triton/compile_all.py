@@ -28,6 +28,7 @@ from octile.kernels.triton import (
     gradient_norms,
     grouped,
     groups,
+    heads,
     high_precision,
     index_rows,
     latent_cache,
@@ -62,8 +63,8 @@ ARCHITECTURES = {
 MODULES = (
     quantize, transpose, swiglu, norm, cross_entropy, gate, sequence_balance, routing_plan, groups, peer_rows,
     gather_rows, decode_rows, permute, rope, ragged_attention, index_rows, latent_cache, paged_attention,
-    decode_latents, sample_tokens, decode_step, row_invariant, adamw, gradient_norms, matmul, grouped, high_precision,
-    tensor_core,
+    decode_latents, heads, sample_tokens, decode_step, row_invariant, adamw, gradient_norms, matmul, grouped,
+    high_precision, tensor_core,
 )  # fmt: skip
 
 

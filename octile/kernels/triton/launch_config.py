@@ -49,6 +49,9 @@ ROPE_HALVES: dict[str, int] = {"MAX_HEADS": 16, "ELEMENTS": 4096, "num_warps": 4
 INDEX_ROWS: dict[str, int] = {"num_warps": 1}  # of a row's program
 WRITE_LATENTS: dict[str, int] = {"num_warps": 4}  # of a row's program
 DECODE_LATENTS: dict[str, int] = {"HEADS": 16, "num_warps": 4}  # heads of a program, and warps of each
+# Columns and most rows of a program that multiplies a head; rows of one that quantizes, or few if there are no more.
+HEADS: dict[str, int] = {"COLS": 64, "MAX_ROWS": 64, "num_warps": 4}
+QUANTIZED_HEADS: dict[str, int] = {"ROWS": 64, "FEW_ROWS": 16, "num_warps": 8}
 # Heads of a program of paged attention and splits of a row at most; positions at a time, which divide a page; programs
 # an SM (benchmarks/history/serve).
 PAGED_ATTENTION: dict[str, int] = {

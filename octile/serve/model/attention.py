@@ -234,8 +234,8 @@ class Attention:
 
     def write_and_attend(
         self, x_TD: Tensor, layer: int, w: BlockWeights, step: Step, cos_sin: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        """Write the latents of a step's rows, and attend from them: [T, H·V].
+    ) -> Rows:
+        """Write the latents of a step's rows, and attend from them: [T, H·V], as the output's projection reads it.
 
         Args:
             x_TD, layer, w: the block's input, which block it is, and its weights.
@@ -243,17 +243,17 @@ class Attention:
         """
         if self._indexer(w) is None and step.only_decodes:
             return self._decode(x_TD, layer, w, step, cos_sin)
-        return self.attend(self.queries(x_TD, layer, w, step.slots, cos_sin), layer, w.attention, step)
+        o_TV = self.attend(self.queries(x_TD, layer, w, step.slots, cos_sin), layer, w.attention, step)
+        return self.gemms.rows_for(o_TV, w.attention.o)
 
-    def add_output_(self, x_TD: Tensor, o_TV: Tensor, w: AttentionWeights) -> None:
+    def add_output_(self, x_TD: Tensor, o: Rows, w: AttentionWeights) -> None:
         """Add to a rank's own rows what attention has returned for all rows, times the output's projection."""
-        o = self.gemms.rows_for(o_TV, w.o)
         if self.tp.size == 1:
             self.gemms.add_nt_(x_TD, o, w.o)
         else:
             self.tp.add_sums_(x_TD, self.gemms.nt(o, w.o))
 
-    def _decode(self, x_TD: Tensor, layer: int, w: BlockWeights, step: Step, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    def _decode(self, x_TD: Tensor, layer: int, w: BlockWeights, step: Step, cos_sin: tuple[Tensor, Tensor]) -> Rows:
         """Write the latents of decode rows, and attend from them: as `attend` of `queries`, in fewer launches.
 
         One kernel normalizes and writes latents, rotates, and writes the rotary part of absorbed queries. In
@@ -269,9 +269,12 @@ class Attention:
         rows = self.cache.layers[layer], step.slots, latent_TC, rope_TR
         write_and_rotate(*rows, weight, NORM_EPS, *cos_sin, q_THX, q_THW)
         self.gemms.heads_nt(q_THX[..., : c.qk_nope_head_dim], w.attention.w_k, q_THW[..., : c.kv_lora_rank])
+        if not self.gemms.batch_invariant:
+            o_THC = self._latents_of_pages(q_THW, self._top_k_of_pages(None, layer, step), layer, step)
+            return self.gemms.heads_rows(o_THC, w.attention.w_v, w.attention.o)
         out_TV = q_THX.new_empty(len(q_THX), self.n_heads * c.v_head_dim)
         self._attend_to_pages(q_THW, None, layer, w.attention, step, out_TV.unflatten(-1, (self.n_heads, -1)))
-        return out_TV
+        return self.gemms.rows_for(out_TV, w.attention.o)
 
     def query_width(self, w: AttentionWeights) -> int:
         """Return the columns of the GEMM that projects queries: theirs, then those of weights that are joined to it."""
@@ -400,21 +403,23 @@ class Attention:
         self, q_THW: Tensor, index: IndexQueries | None, layer: int, w: AttentionWeights, step: Step, out_THV: Tensor
     ) -> None:
         """Attend from absorbed queries to the rows' pages, and write the result times W_UV to out."""
-        cached, top_k_TK = self.cache.layers[layer], self._top_k_of_pages(index, layer, step)
+        top_k_TK = self._top_k_of_pages(index, layer, step)
+        if not self.gemms.batch_invariant or top_k_TK is not None:
+            self.gemms.heads_nt(self._latents_of_pages(q_THW, top_k_TK, layer, step), w.w_v, out_THV)
+            return
+        for rows, n in ((slice(step.first_text), 1), (slice(step.first_text, None), step.rows_per_text)):
+            if len(q := q_THW[rows]):
+                text = step.pages[rows], step.lengths[rows]
+                attend(q, self.cache.layers[layer], *text, w.w_v, self.softmax_scale, out_THV[rows], n)
+
+    def _latents_of_pages(self, q_THW: Tensor, top_k_TK: Tensor | None, layer: int, step: Step) -> Tensor:
+        """Attend from absorbed queries to the rows' pages, or to top-k positions in them: [T, H, C]."""
+        cached, c, scale = self.cache.layers[layer], self.config.kv_lora_rank, self.softmax_scale
         if top_k_TK is None:
-            if self.gemms.batch_invariant:
-                for rows, n in ((slice(step.first_text), 1), (slice(step.first_text, None), step.rows_per_text)):
-                    if len(q := q_THW[rows]):
-                        text = step.pages[rows], step.lengths[rows]
-                        attend(q, cached, *text, w.w_v, self.softmax_scale, out_THV[rows], n)
-                return
-            c, scale, n = self.config.kv_lora_rank, self.softmax_scale, step.rows_per_text
-            o_THC = paged_attention(q_THW, cached, step.pages, step.lengths, c, scale, rows_per_text=n)
-        else:
-            splits = SPLITS if self.gemms.batch_invariant else 0
-            settings = self.config.kv_lora_rank, self.softmax_scale, splits
-            o_THC = paged_sparse_attention(q_THW, cached, step.pages, top_k_TK, *settings)
-        self.gemms.heads_nt(o_THC, w.w_v, out_THV)
+            n = step.rows_per_text
+            return paged_attention(q_THW, cached, step.pages, step.lengths, c, scale, rows_per_text=n)
+        splits = SPLITS if self.gemms.batch_invariant else 0
+        return paged_sparse_attention(q_THW, cached, step.pages, top_k_TK, c, scale, splits)
 
     def _top_k_of_pages(self, index: IndexQueries | None, layer: int, step: Step) -> Tensor | None:
         """Return the top-k positions of decode rows, int32 [T, K], or those that the layer shares; None: all."""

@@ -37,7 +37,7 @@ from octile.ops.sample_tokens import sample_tokens
 from octile.serve.model import small_batch
 from octile.serve.model.attention import Attention, NaiveAttention
 from octile.serve.model.feed_forward import ExpertLoad, FeedForward
-from octile.serve.model.gemms import Gemms
+from octile.serve.model.gemms import Gemms, Rows
 from octile.serve.ranks.experts import ExpertParallelWeights
 from octile.serve.ranks.tensor_parallel import ALONE, TensorParallel
 from octile.serve.runner.kv_cache import IndexCache, KVCache
@@ -190,18 +190,18 @@ class Forward:
             if small_batch.has_small_batch_feed_forward(self.feed_forward, w.mlp):
                 return small_batch.add_feed_forward(self.feed_forward, x_TD, layer, w, step.slots)
             return self.feed_forward.add(x_TD, layer, w, step.slots)
-        o_TV = self.attention.write_and_attend(x_TD, layer, w, step, cos_sin)
-        return self.after_attention(x_TD, o_TV, layer, w, step.slots)
+        o = self.attention.write_and_attend(x_TD, layer, w, step, cos_sin)
+        return self.after_attention(x_TD, o, layer, w, step.slots)
 
-    def after_attention(self, x_TD: Tensor, o_TV: Tensor, layer: int, w: BlockWeights, slots: Tensor) -> Tensor:
+    def after_attention(self, x_TD: Tensor, o: Rows, layer: int, w: BlockWeights, slots: Tensor) -> Tensor:
         """Add to a block's input what it computes, of what attention has returned, and return it: [T, D].
 
         Args:
             x_TD: the block's input, a rank's own rows.
-            o_TV, slots: what attention has returned, and where the rows are cached: those of all ranks of a group.
+            o, slots: what attention has returned, and where the rows are cached: those of all ranks of a group.
             layer, w: which block it is, and its weights.
         """
-        self.attention.add_output_(x_TD, o_TV, w.attention)
+        self.attention.add_output_(x_TD, o, w.attention)
         return self.feed_forward.add(x_TD, layer, w, slots)
 
     def logits(self, h_TD: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from octile.ops.grouped import grouped_matmul_nt_out
 from octile.ops.high_precision import high_precision_grouped_nt
 from octile.ops.matmul import Block, matmul_nt, matmul_nt_out
 from octile.ops.norm import rms_norm, rms_norm_quantize
+from octile.ops.paged_attention import heads_nt_out, heads_nt_quantize
 from octile.ops.quantize import quantize
 from octile.ops.row_invariant import (
     row_invariant_groups_nt,
@@ -152,7 +153,16 @@ class Gemms:
         if self.batch_invariant:
             multiply_heads(x_THK, w_HNK, out_THN)
         else:
-            torch.bmm(x_THK.transpose(0, 1), w_HNK.mT, out=out_THN.transpose(0, 1))
+            heads_nt_out(out_THN, x_THK, w_HNK)
+
+    def heads_rows(self, x_THK: Tensor, w_HNK: Tensor, w: Weight) -> Rows:
+        """Multiply each head of rows by its own weight, and return the results [T, H·N] as a weight reads them."""
+        if isinstance(w, ScaledTensor) and not self.batch_invariant:
+            data, scale = heads_nt_quantize(x_THK, w_HNK, self.power_of_2)
+            return Rows(None, ScaledTensor(data, scale, TILE))
+        out_THN = x_THK.new_empty(*x_THK.shape[:2], w_HNK.shape[1])
+        self.heads_nt(x_THK, w_HNK, out_THN)
+        return self.rows_for(out_THN.flatten(1), w)
 
 
 def _nt_out(x: Rows, w: Weight, out: Tensor) -> Tensor:

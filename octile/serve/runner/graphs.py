@@ -334,12 +334,13 @@ class _Graphs:
         def compute(first: int, n: int) -> None:
             x_TD, o_TV, slots = (t.narrow(0, first, n) for t in rows)
             with torch.no_grad():  # also in the thread of a micro-batch
-                forward.for_rows(n).after_attention(x_TD, o_TV, layer, block, slots)
+                o = forward.gemms.rows_for(o_TV, block.attention.o)
+                forward.for_rows(n).after_attention(x_TD, o, layer, block, slots)
 
         exchanges = forward.feed_forward.is_expert_parallel and not isinstance(block.mlp, MLPWeights)
         if self._micro_batches == 1 or not exchanges:
             x_TD, o_TV, slots = rows
-            forward.after_attention(x_TD, o_TV, layer, block, slots)
+            forward.after_attention(x_TD, forward.gemms.rows_for(o_TV, block.attention.o), layer, block, slots)
         else:
             run_interleaved(partial(compute, 0, size // 2), partial(compute, size // 2, size - size // 2))
 

@@ -96,6 +96,8 @@ def test_all_kernels_are_compiled(compiled: Compiled):
         "best_of_rows",
         "write_fp8",
         "write_and_rotate",
+        "multiply_heads",
+        "multiply_and_quantize",
         "attend_pages",
         "attend_texts",
         "merge_splits",

@@ -14,6 +14,7 @@ from octile.serve.runner.batch import Chunk
 from octile.serve.runner.kv_cache import IndexCache, KVCache
 from octile.serve.runner.step import Layout, Step, mixed_step
 from octile.serve.weights.weights import ServedWeights
+from tests.serve.model.read_rows import read
 from tests.serve.models import CONFIG, new_model
 
 DIRECT = replace(CONFIG, q_lora_rank=None)
@@ -43,7 +44,13 @@ def rows(n: int) -> Tensor:
 
 def attend(forward: Forward, x_TD: Tensor, step: Step) -> Tensor:
     cos_sin = forward.cos[step.positions], forward.sin[step.positions]
-    return forward.attention.write_and_attend(x_TD, LAYER, forward.weights.blocks[LAYER], step, cos_sin)
+    return read(forward.attention.write_and_attend(x_TD, LAYER, forward.weights.blocks[LAYER], step, cos_sin))
+
+
+def assert_near(found: Tensor, expected: Tensor, fp8: bool) -> None:
+    """Compare rows whose sums have other orders: in FP8 some are a step of E4M3 apart, and few are."""
+    torch.testing.assert_close(found, expected, rtol=2**-3 if fp8 else 1e-4, atol=1e-5)
+    assert (found - expected).abs().mean() < 1e-3 * expected.abs().mean()
 
 
 @CONFIGS
@@ -55,8 +62,8 @@ def test_rows_that_decode_alone_attend_as_those_of_any_step(config: ModelConfig,
     found = attend(alone, x_TD, step)
     cos_sin, w = (other.cos[step.positions], other.sin[step.positions]), other.weights.blocks[LAYER]
     queries = other.attention.queries(x_TD, LAYER, w, step.slots, cos_sin)
-    expected = other.attention.attend(queries, LAYER, w.attention, step)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    expected = read(other.gemms.rows_for(other.attention.attend(queries, LAYER, w.attention, step), w.attention.o))
+    assert_near(found, expected, fp8)
     cached, expected = (forward.attention.cache.layers[LAYER] for forward in (alone, other))
     torch.testing.assert_close(cached, expected, rtol=1e-5, atol=1e-6)
 
@@ -68,7 +75,7 @@ def test_rows_that_fill_a_step_change_no_other_row_and_are_written_nowhere(confi
     assert len(filled.tokens) == 8
     expected, found = forward_of(config, fp8), forward_of(config, fp8)
     o_TV = attend(expected, rows(8)[:n], step_of())
-    torch.testing.assert_close(attend(found, rows(8), filled)[:n], o_TV, rtol=1e-4, atol=1e-5)
+    assert_near(attend(found, rows(8), filled)[:n], o_TV, fp8)
     cached, of_rows = (forward.attention.cache.layers[LAYER] for forward in (found, expected))
     torch.testing.assert_close(cached, of_rows, rtol=1e-5, atol=1e-6)
 

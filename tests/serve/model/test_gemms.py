@@ -10,8 +10,9 @@ from torch import Tensor
 
 from octile.formats import BLOCK
 from octile.scaled import ScaledTensor, quantize
-from octile.serve.model.gemms import Gemms, Rows
+from octile.serve.model.gemms import Gemms
 from octile.serve.weights.block_weights import Weight, join
+from tests.serve.model.read_rows import read
 
 GEMMS = Gemms(torch.float32, power_of_2=False, batch_invariant=False)
 INVARIANT = Gemms(torch.float32, power_of_2=False, batch_invariant=True)
@@ -28,14 +29,6 @@ def weight(fp8: bool, *shape: int) -> Weight:
 
 def values(w: Weight) -> Tensor:
     return w.dequantize() if isinstance(w, ScaledTensor) else w
-
-
-def read(x: Rows) -> Tensor:
-    """What a GEMM multiplies of rows."""
-    if x.q is not None:
-        return x.q.dequantize()
-    assert x.values is not None
-    return x.values
 
 
 def rows(n: int, k: int) -> Tensor:
@@ -90,6 +83,17 @@ def test_each_head_is_multiplied_by_its_own_weight(gemms: Gemms, t: int, heads: 
     gemms.heads_nt(x_THK, w_HNK, wide[..., :n])
     torch.testing.assert_close(wide[..., :n], torch.einsum("thk,hnk->thn", x_THK, w_HNK), rtol=1e-4, atol=1e-4)
     assert not wide[..., n:].any()
+
+
+@FP8
+@pytest.mark.parametrize("gemms", [GEMMS, INVARIANT], ids=["any", "invariant"])
+@given(t=ROWS, heads=st.integers(1, 4), n=SIZES, k=SIZES)
+def test_results_of_heads_are_what_a_weight_reads(fp8: bool, gemms: Gemms, t: int, heads: int, n: int, k: int):
+    x_THK, w_HNK = rows(t * heads, k).view(t, heads, k), rows(heads * n, k).view(heads, n, k)
+    out_THN, w = torch.zeros(t, heads, n), weight(fp8, 8, heads * n)
+    gemms.heads_nt(x_THK, w_HNK, out_THN)
+    found, expected = (read(x) for x in (gemms.heads_rows(x_THK, w_HNK, w), gemms.rows_for(out_THN.flatten(1), w)))
+    assert torch.equal(found, expected)
 
 
 @FP8
