@@ -13,7 +13,8 @@ A source is named by one string:
 
 A file is a document; a file longer than 1 MiB is cut at line ends into passages, each of which is a document. Where
 documents are few, `Corpus.in_spans` cuts them further, so that a small part of the text can be held out. Text is what
-decodes as UTF-8 and contains no NUL; everything else is left out and named.
+decodes as UTF-8 and contains no NUL; everything else is left out and named. What may have no end, such as a pipe, a
+device or a file in /proc, is not opened.
 """
 
 import errno
@@ -21,15 +22,18 @@ import hashlib
 import io
 import os
 import re
+import stat
 import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from octile.checkpoint.store import as_os_error
+from octile.text import format_count
 from octile.train.data import arithmetic
 from octile.train.data.filter import MAX_BYTES, PROSE, SOURCE, DuplicateFilter, why_left_out
 from octile.train.data.token_store import manifest_at
@@ -49,6 +53,9 @@ MIN_SPAN, MAX_SPAN = 2**6, 2**16  # characters
 
 PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 EXCLUDED_FOLDERS = PACKAGE_FOLDERS | {"test", "tests", "idle_test", "encodings"}
+
+SPECIAL = {stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
+KERNEL_FOLDERS = ("/proc", "/sys")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +136,8 @@ def check_source(source: str | Path, name: str = "data") -> None:
         FileNotFoundError: there is no such file or folder.
         PermissionError: it cannot be read.
         OSError: the server of a URL does not answer, or refuses to.
-        ValueError: source is empty, neither a file nor a folder, or a run or its tokens; the name of a dataset is
-            malformed; there are damaged tokens under a URL, or fsspec knows no such protocol.
+        ValueError: source is empty, a pipe, a socket, a device, in a folder of the kernel, or a run or its tokens. The
+            name of a dataset is malformed. There are damaged tokens under a URL, or fsspec knows no such protocol.
         ImportError: a package for the protocol of a URL is not installed.
     """
     path, named = Path(source), f"{name} {str(source)!r}"
@@ -158,8 +165,14 @@ def check_source(source: str | Path, name: str = "data") -> None:
     if not exists:
         others = ", ".join(f"nor {word}" for word in (*BUILT_IN, "'hf:OWNER/NAME'"))
         raise FileNotFoundError(f"{named} is no file or folder ({others})")
-    if not path.is_file() and not path.is_dir():
-        raise ValueError(f"{named} is neither a file nor a folder")
+    status = path.stat()
+    if kind := SPECIAL.get(stat.S_IFMT(status.st_mode)):
+        raise ValueError(f"{named} is a {kind}: name a regular file or a folder")
+    if status.st_dev in _kernel_devices():
+        raise ValueError(
+            f"{named} lies in a folder of the kernel ({' or '.join(KERNEL_FOLDERS)}), where reading a file may not "
+            "end: name another file or folder"
+        )
     if not os.access(path, os.R_OK):
         raise PermissionError(f"{named} cannot be read: {os.strerror(errno.EACCES)}")
     for store in (path, path / "data"):
@@ -215,19 +228,42 @@ def content_digest(source: str | Path) -> str:
     for reason, path in files.left_out:
         add(reason.encode(), os.fsencode(path))
     for file, path in files.names.items():
-        add(os.fsencode(path), _file_digest(file) or b"unreadable")
+        add(os.fsencode(path), _file_digest(file))
     return digest.hexdigest()
 
 
-def _file_digest(file: Path) -> bytes | None:
-    """The SHA-256 of a file; None if it cannot be read."""
+def why_not_opened(file: Path) -> str | None:
+    """The reason to leave a file out without opening it; None if it can be opened, and has an end.
+
+    The kernel makes the content of a file in /proc or /sys while it is read. Most of these files have size 0, some
+    have no end, and others are as long as the address space, such as /proc/self/pagemap.
+    """
     try:
-        if not file.is_file():  # a pipe, of which reading would not end
-            return None
+        status = file.stat()
+    except OSError:  # also of a link to nothing
+        return "unreadable"
+    if kind := SPECIAL.get(stat.S_IFMT(status.st_mode)):
+        return kind
+    if status.st_dev in _kernel_devices():
+        return "file_of_the_kernel"
+    return None if status.st_size else "empty"
+
+
+@cache
+def _kernel_devices() -> frozenset[int]:
+    """The device numbers of the kernel's file systems; a folder without one mounted has that of the disk."""
+    return frozenset(os.stat(folder).st_dev for folder in KERNEL_FOLDERS if os.path.ismount(folder))
+
+
+def _file_digest(file: Path) -> bytes:
+    """The SHA-256 of a file, or the reason for which it is not read."""
+    if reason := why_not_opened(file):
+        return reason.encode()
+    try:
         with file.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").digest()
     except OSError:
-        return None
+        return b"unreadable"
 
 
 class _Files(NamedTuple):
@@ -281,6 +317,8 @@ def _package_filter() -> Callable[[Path, str], str | None]:
     duplicates = DuplicateFilter()
 
     def why_not(file: Path, name: str) -> str | None:
+        if reason := why_not_opened(file):
+            return reason
         try:
             content = file.read_bytes()
         except OSError:
@@ -334,7 +372,7 @@ def _from_files(source: str, named: str, files: _Files) -> Corpus:
     refused = [LeftOut(reason, files.names[file]) for file, reason in refusals.items() if reason]
     readable = [file for file, reason in refusals.items() if not reason]
     if not readable:
-        raise ValueError(f"{named} holds no UTF-8 text: {_list(refused)} of {len(files.names)} files")
+        raise ValueError(f"{named} holds no UTF-8 text: {_list(refused)} of {format_count(len(files.names), 'file')}")
 
     def read() -> Iterator[NamedText]:
         for file in readable:
@@ -344,9 +382,9 @@ def _from_files(source: str, named: str, files: _Files) -> Corpus:
 
 
 def _why_not_text(file: Path, name: str) -> str | None:
+    if reason := why_not_opened(file):
+        return reason
     try:
-        if not file.is_file():  # a pipe, a socket, a link to nothing
-            return "unreadable"
         with file.open(encoding="utf-8", newline="") as stream:
             while chunk := stream.read(MAX_WHOLE_FILE):
                 if "\0" in chunk:

@@ -29,6 +29,7 @@ from octile.models.deepseek_v3 import DeepseekV3
 from octile.recipe import Recipe
 from octile.scaled import quantize
 from octile.train.config import OptimConfig, TrainConfig
+from octile.train.data.corpus import why_not_opened
 from octile.train.data.examples import holds_examples, is_examples
 
 SHAPE = (  # fields of the model that determine its weights and their shapes
@@ -84,7 +85,7 @@ def check_examples(config: TrainConfig) -> None:
     """
     path = Path(config.data)
     if not is_examples(config.data):
-        if path.is_file() and holds_examples(path):
+        if path.is_file() and why_not_opened(path) is None and holds_examples(path):
             raise ValueError(
                 f"data {config.data!r} would be read as plain text, but its first line is an example: "
                 f"rename it to {path.with_suffix('.jsonl').name}"

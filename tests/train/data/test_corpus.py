@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import stat
 import sys
 import sysconfig
 from pathlib import Path
@@ -53,6 +54,30 @@ def test_a_broken_link_is_left_out_and_named(tmp_path):
     write(tmp_path, a="text")
     (tmp_path / "b").symlink_to(tmp_path / "nowhere")
     assert open_corpus(tmp_path).left_out == [("unreadable", "b")]
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("pipe", stat.S_IFIFO), ("socket", stat.S_IFSOCK)])
+def test_what_is_no_regular_file_is_left_out_and_named(tmp_path, kind, mode):
+    write(tmp_path, a="text")
+    os.mknod(tmp_path / "b.txt", mode | 0o600)
+    assert open_corpus(tmp_path).left_out == [(kind, "b.txt")]
+
+
+def test_a_link_to_a_device_is_left_out_and_named(tmp_path):
+    write(tmp_path, a="text")
+    (tmp_path / "b.txt").symlink_to("/dev/zero")
+    assert open_corpus(tmp_path).left_out == [("device", "b.txt")]
+
+
+def test_a_pipe_in_a_package_is_left_out_and_named(environment):
+    os.mkfifo(environment / "other" / "pipe.py")
+    assert ("pipe", "site-packages/other/pipe.py") in open_corpus("packages").left_out
+
+
+def test_a_file_of_the_kernel_is_left_out_and_named(tmp_path):
+    write(tmp_path, a="text")
+    (tmp_path / "b.txt").symlink_to("/proc/self/status")
+    assert open_corpus(tmp_path).left_out == [("file_of_the_kernel", "b.txt")]
 
 
 def test_hidden_files_and_folders_are_named(tmp_path):
@@ -134,10 +159,16 @@ def test_a_folder_named_data_that_cannot_be_entered_is_left_to_the_reader(tmp_pa
     check_source(tmp_path)
 
 
-def test_a_pipe_is_neither_a_file_nor_a_folder(tmp_path):
+def test_a_pipe_as_source_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match=r"pipe' is neither a file nor a folder$"):
+    with pytest.raises(ValueError, match=r"pipe' is a pipe: name a regular file or a folder$"):
         check_source(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize("source", ["/proc", "/proc/self/pagemap"])
+def test_a_source_in_a_folder_of_the_kernel_is_refused(source):
+    with pytest.raises(ValueError, match=rf"^data '{source}' lies in a folder of the kernel \(/proc or /sys\)"):
+        check_source(source)
 
 
 def test_a_file_among_others_is_one_document(tmp_path):
@@ -178,9 +209,9 @@ def test_concatenated_spans_equal_the_file(tmp_path_factory, text, length):
 
 def test_repeated_and_empty_documents_are_left_out_and_named(tmp_path):
     corpus = open_corpus(write(tmp_path, a="one", b="one", c=" \n", d="", e="two"))
-    left_out = []
+    left_out = list(corpus.left_out)
     assert [document.text for document in corpus.documents(left_out)] == ["one", "two"]
-    assert left_out == [("duplicate", "b.txt"), ("empty", "c.txt"), ("empty", "d.txt")]
+    assert sorted(left_out) == [("duplicate", "b.txt"), ("empty", "c.txt"), ("empty", "d.txt")]
 
 
 def test_stdlib_is_the_source_of_this_interpreter():
@@ -375,6 +406,11 @@ def test_a_pipe_in_a_folder_is_not_opened_for_the_digest(tmp_path):
     before = content_digest(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     assert content_digest(tmp_path) != before
+
+
+def test_a_file_of_the_kernel_is_not_opened_for_the_digest(tmp_path):
+    (tmp_path / "a.txt").symlink_to("/proc/sys/kernel/random/uuid")  # each time that it is read it has another text
+    assert content_digest(tmp_path) == content_digest(tmp_path)
 
 
 def test_the_digest_of_packages_is_not_that_of_their_folder(environment):

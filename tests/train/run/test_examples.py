@@ -147,6 +147,11 @@ def test_examples_by_another_name_are_refused(tmp_path, name):
         check_examples(micro(data=str(tmp_path / name)))
 
 
+def test_a_file_without_an_end_is_not_searched_for_examples(monkeypatch):
+    monkeypatch.setattr("octile.train.run.fine_tune.holds_examples", lambda path: pytest.fail(f"{path} was opened"))
+    check_examples(micro(data="/proc/self/pagemap"))
+
+
 @pytest.mark.parametrize("text", ["def f(): pass\n", '{"a": 1}\n', "[1]\n", ""])
 def test_plain_text_is_no_file_of_examples(tmp_path, text):
     (tmp_path / "a.txt").write_text(text)
