@@ -256,7 +256,11 @@ def _operands_of_feed_forward(c: ModelConfig, layout: Layout, is_moe: bool) -> f
 
 
 def _saved_bytes_of_swiglu(c: ModelConfig, layout: Layout, is_moe: bool) -> float:
-    """Those of them that are saved behind the norm of the feed-forward part: gate and up, and what routing saves."""
+    """The bytes of each token that a layer's feed-forward part saves after its norm.
+
+    They are the outputs of the gate and up projections, and with experts what routing saves and the rows received from
+    other ranks.
+    """
     if not is_moe:
         return 2 * tiles(c.intermediate_size)
     k = c.num_experts_per_tok
