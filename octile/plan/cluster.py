@@ -7,6 +7,7 @@ pipeline's schedule with these times (step.py), and searches the layouts that fi
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -261,8 +262,9 @@ def _print(title: str, result: Result) -> None:
     line = console.print_line
     cluster, layout = plan.cluster, plan.layout
     line(title)
+    n_micro = layout.micro_batches(cluster)
     line(
-        f"DP{layout.dp(cluster)}, {layout.micro_batches(cluster)} micro-batches of {layout.micro_batch_tokens:,} "
+        f"DP{layout.dp(cluster)}, {n_micro:,} micro-batch{'es' * (n_micro != 1)} of {layout.micro_batch_tokens:,} "
         f"tokens, {plan.tokens:,} tokens a step"
     )
     price = plan.dollars_per_trillion_tokens
@@ -304,12 +306,16 @@ def _print(title: str, result: Result) -> None:
 
 
 def mean_costs(plan: StepPlan) -> Costs:
-    """The times of the mean stage in ms: formulas of schedules are for stages that take the same time."""
+    """The times of the mean stage in ms: formulas of schedules are for stages that take the same time.
+
+    They are rounded to a tenth; those below 10 ms to three digits.
+    """
     stages, n = plan.simulation.costs, len(plan.stages)
     assert isinstance(stages, StageCosts)
 
     def mean(values: Iterable[float]) -> float:
-        return round(1e3 * sum(values) / n, 1)
+        time = 1e3 * sum(values) / n
+        return round(time, max(1, 2 - math.floor(math.log10(time))))
 
     return Costs(
         forward=mean(costs.forward for costs in stages.stages),

@@ -41,6 +41,13 @@ def test_the_schedules_of_the_json_have_their_units_in_their_keys(capsys, folder
     assert [schedules[name]["parameter_copies"] for name in ("1F1B", "DualPipe")] == [1, 2]
 
 
+def test_actions_of_microseconds_are_not_rounded_to_nothing(capsys, folder):
+    options = ("--preset", "tiny", "--cluster", "h200_8", "--pp", "2", "--batch-size", "8", "--sequence-length", "64")
+    code, out, err = call(capsys, "plan", "cluster", *options)
+    assert (code, err) == (0, "")
+    assert "schedules of 2 equal stages" in out
+
+
 def test_without_a_layout_the_fastest_one_is_planned_with_picture_and_trace(capsys, folder):
     code, out, err = call(capsys, "plan", "cluster", *SMALL)
     assert (code, err) == (0, "")
