@@ -77,6 +77,7 @@ def test_the_formulas_are_said_to_leave_out_communication():
         (("--stages", "64", "--micro-batches", "2000"), "must be at most 5,000, not 128,000"),
         (("--costs.forward", "1e-300"), "costs: the longest may be 312 times the shortest"),
         (("--costs.forward", "1e308", "--costs.pair", "1e308"), "must be at most 1e+100, not 1e+308"),
+        (("--costs.pair", "0.5"), "--costs.pair must be at least (F + B) / 2 = 1.5, half of what both passes take"),
         (("--costs.forward", "1e100"), "costs: the longest may be 312 times the shortest"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

@@ -29,11 +29,13 @@ class Costs:
         forward: F.
         input_gradient: the backward pass without the gradients of weights, B − W.
         weight_gradient: W.
-        pair: F&B, an overlapped forward and full backward pass; F + B if not given, which is no gain.
+        pair: F&B, an overlapped forward and full backward pass, at least (F + B) / 2; F + B if not given, which is no
+            gain.
         communication: from the end of an action until another rank has its result.
 
     Raises:
-        ValueError: a time is not positive, the communication is negative, or one is above 1e100.
+        ValueError: a time is not positive, the communication is negative, or one is above 1e100; or a pair is shorter
+            than two passes at a time can be.
     """
 
     forward: Time = 1
@@ -44,6 +46,12 @@ class Costs:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        # F or B alone is a bound only if neither contains exchanges, which a pair hides behind both computations
+        if self.pair is not None and self.pair < (least := (self.forward + self.backward) / 2):
+            raise ValueError(
+                f"pair must be at least (F + B) / 2 = {least:g}, half of what both passes take one after the other, "
+                f"not {self.pair:g}"
+            )
 
     @property
     def backward(self) -> float:

@@ -29,13 +29,15 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return make_schedule(name, *draw(sizes(name)))
 
 
-def costs(max_communication: int = 0) -> st.SearchStrategy[Costs]:
+@st.composite
+def costs(draw: st.DrawFn, max_communication: int = 0) -> Costs:
     """Costs, in whole numbers."""
-    return st.builds(
-        Costs,
-        forward=TIME,
-        input_gradient=TIME,
-        weight_gradient=TIME,
-        pair=st.none() | TIME,
-        communication=st.integers(0, max_communication),
+    forward, input_gradient, weight_gradient = draw(TIME), draw(TIME), draw(TIME)
+    in_turn = forward + input_gradient + weight_gradient
+    return Costs(
+        forward,
+        input_gradient,
+        weight_gradient,
+        pair=draw(st.none() | st.integers(-(-in_turn // 2), in_turn + 12)),
+        communication=draw(st.integers(0, max_communication)),
     )

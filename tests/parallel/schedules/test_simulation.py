@@ -122,6 +122,12 @@ def test_a_time_must_be_positive(name):
         Costs(**{name: 0})
 
 
+def test_a_pair_takes_at_least_half_of_what_its_passes_take_one_after_the_other():
+    Costs(forward=1, input_gradient=1.5, weight_gradient=0.5, pair=1.5)
+    with pytest.raises(ValueError, match=r"^pair must be at least \(F \+ B\) / 2 = 1\.5, .*, not 1\.49$"):
+        Costs(forward=1, input_gradient=1.5, weight_gradient=0.5, pair=1.49)
+
+
 def test_communication_must_not_be_negative():
     with pytest.raises(ValueError, match="communication must be at least 0"):
         Costs(communication=-1)
