@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import traceback
@@ -20,12 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn, TextIO
 
+from octile.checkpoint.files import DISK_ERRORS
 from octile.signals import Terminated, terminable, termination_ignored
 from octile.text import escape_control_characters
 from octile.torchrun import count_ranks, own_rank
 
 USER_ERROR, FAILURE, INTERRUPTED, TERMINATED = 2, 1, 130, 143
-DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 # torch's warning of an autograd thread whose first kernel is a GEMM, as in a stage's backward pass; it sets the context
 NO_CONTEXT = "Attempting to run cuBLAS, but there was no current CUDA context"
@@ -72,7 +71,8 @@ def explain(error: Exception, raised: Sequence[type[KeyboardInterrupt]] = ()) ->
     if (code := getattr(error, "exit_code", None)) is not None:  # of Stopped and RanksError
         return str(error), code
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-        return f"{error.strerror}: {error.filename or 'while writing'}; what was complete is still there", FAILURE
+        message = f"{error.strerror}: {error.filename or 'while writing'}; what was complete is still there"
+        return "; ".join((message, *getattr(error, "__notes__", ()))), FAILURE
     if isinstance(error, FloatingPointError) or (isinstance(error, MemoryError) and _raised_by_octile(error)):
         return str(error), FAILURE
     if isinstance(error, OSError) and error.filename is not None:  # the system's message without its number

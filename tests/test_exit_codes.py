@@ -35,6 +35,13 @@ def test_a_full_disk_is_one_line_and_exit_code_1(capsys, monkeypatch):
     assert "No space left on device: run/model" in err
 
 
+def test_a_note_of_a_full_disk_ends_its_line(capsys, monkeypatch):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "run/model")
+    full.add_note("to continue: octile train --resume --out run")
+    failing(monkeypatch, full)
+    assert call(capsys, "train")[2].endswith("; to continue: octile train --resume --out run\n")
+
+
 def test_what_the_system_refuses_is_said_without_its_number(capsys, monkeypatch):
     failing(monkeypatch, PermissionError(errno.EACCES, os.strerror(errno.EACCES), "run/model"))
     assert call(capsys, "train")[::2] == (2, "octile: 'run/model': Permission denied\n")

@@ -157,7 +157,7 @@ class DistributedCheckpoints:
                 if rank_of(self._group)[0] == 0 and RECORD not in folder.names():
                     with suppress(OSError):
                         folder.remove()
-                failure.add_note(f"on rank {failed}")
+                failure.add_note(f"it failed on rank {failed}")
                 raise failure
         return [result for result, _ in outcomes]  # type: ignore[misc]
 

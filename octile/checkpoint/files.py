@@ -6,6 +6,7 @@ into a folder inside their destination, and octile.json with their checksums com
 the old files; after it `finish_interrupted` carries out the renames that are still missing.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -30,7 +31,20 @@ READ_BACK = frozenset({  # files that are written once and read again, which a r
     "tokenizer_config.json",
 })  # fmt: skip
 
+DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})  # of a disk that is full, or fails
+
 Checksums = dict[str, dict[str, Any]]  # file name → {"bytes": int, "sha256": str}
+
+
+@contextmanager
+def explaining_disk_errors(how_to_continue: Callable[[], str]) -> Iterator[None]:
+    """Context manager that adds a note to an error of `DISK_ERRORS`: how to continue after it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in DISK_ERRORS:
+            error.add_note(how_to_continue())
+        raise
 
 
 @contextmanager

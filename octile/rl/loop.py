@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from octile.checkpoint.files import write_json, write_text
+from octile.checkpoint.files import explaining_disk_errors, write_json, write_text
 from octile.extras import require
 from octile.parallel.device import pick_device
 from octile.report.rl import render_rl_report
@@ -79,12 +79,19 @@ def train(config: RLConfig, resume: bool, console: RunConsole) -> Path:
     config = replace(config, out=run.path)
     with ExitStack() as stack:
         stack.enter_context(lock_folder(run.path, is_new))
+        stack.enter_context(explaining_disk_errors(lambda: _how_to_continue(config, run)))
         checkpoint = Checkpoint(run)
         if resume:
             checkpoint.check(config, device)
         else:
             write_start(config, run)
         return _train(config, run, checkpoint, resume, device, prompts, rewards, console)
+
+
+def _how_to_continue(config: RLConfig, run: RunFolder) -> str:
+    if not run.config_file.exists():
+        return "start the same command again, without --resume"
+    return f"to continue: {config.resume_command}"
 
 
 def open_prompts(config: RLConfig) -> Prompts:

@@ -20,6 +20,7 @@ from typing import Protocol
 
 import torch
 
+from octile.checkpoint.files import explaining_disk_errors
 from octile.checkpoint.store import Store
 from octile.extras import require
 from octile.kernels.compile_ahead import KernelsAhead
@@ -194,6 +195,7 @@ def _train_joined(
     with ExitStack() as stack:
         ranks.from_first_only(lambda: stack.enter_context(lock_folder(run.path, is_new)))
         checkpoints = RunCheckpoints(run.checkpoints_of(config), ranks)
+        stack.enter_context(explaining_disk_errors(lambda: _how_to_continue(config, run, checkpoints)))
         try:
             checkpoint = checkpoints.latest() if resume else None
             if begun is not None and checkpoint is None:
@@ -211,12 +213,8 @@ def _train_joined(
                 stack.callback(kernels.close)
             return _train(config, run, device, resume, checkpoints, checkpoint, console, hook, ranks, kernels)
         except KeyboardInterrupt as interrupt:  # before the first step, or the second during one
-            message = "stopped before the first step: start the same command again, without --resume"
-            if run.config_file.exists():
-                message = f"stopped at once, before the first checkpoint; to start again: {config.resume_command}"
-                if checkpoints.can_continue():
-                    message = f"stopped at once; to continue from the last checkpoint: {config.resume_command}"
-            raise Stopped.by(interrupt, message) from None
+            when = "at once" if run.config_file.exists() else "before the first step"
+            raise Stopped.by(interrupt, f"stopped {when}; {_how_to_continue(config, run, checkpoints)}") from None
         except BrokenPipeError:  # nothing was trained, so the command has not succeeded
             raise Stopped("stopped before the first step: the reader of the output has ended", SIGPIPE) from None
         except Exception as error:
@@ -226,6 +224,14 @@ def _train_joined(
             if checkpoints.can_continue():
                 then = f"to continue: {config.resume_command}"
             raise RanksError(f"{explained}; {then}") from error
+
+
+def _how_to_continue(config: TrainConfig, run: RunFolder, checkpoints: RunCheckpoints) -> str:
+    if not run.config_file.exists():
+        return "start the same command again, without --resume"
+    if not checkpoints.can_continue():
+        return f"nothing is saved before the first checkpoint; to start again: {config.resume_command}"
+    return f"to continue from the last checkpoint: {config.resume_command}"
 
 
 def _train(

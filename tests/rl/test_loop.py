@@ -145,6 +145,20 @@ def test_a_signal_ends_a_run_after_its_step_and_it_can_be_continued(config, whol
     assert_same_run(whole, loop.train(read_config(out), True, silent_console()))
 
 
+def test_a_full_disk_names_the_command_that_continues(config, tmp_path, monkeypatch, full_disk):
+    out, take_step = tmp_path / "run", loop.RLTrainer.step
+
+    def step_then_fill(self):
+        line = take_step(self)
+        full_disk(1000)
+        return line
+
+    monkeypatch.setattr(loop.RLTrainer, "step", step_then_fill)
+    with pytest.raises(OSError, match="No space left") as full:
+        loop.train(replace(config, out=out, checkpoint_every=1), False, silent_console())
+    assert full.value.__notes__ == [f"to continue: octile rl --resume --out {out}"]
+
+
 def test_a_finished_run_goes_on_with_more_steps_as_one_that_had_them_from_the_beginning(config, whole, tmp_path):
     out = tmp_path / "run"
     loop.train(replace(config, out=out, steps=3), False, silent_console())

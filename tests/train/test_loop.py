@@ -452,19 +452,38 @@ def test_a_vocabulary_larger_than_the_models_is_refused(text, tmp_path, monkeypa
         build(small, store, torch.device("cpu"))
 
 
-def test_a_full_disk_leaves_the_last_checkpoint(text, tmp_path, monkeypatch, full_disk):
-    out = tmp_path / "run"
+def fill_disk_after(step: int, monkeypatch, full_disk):
+    """Let the disk be full once so many steps are done."""
     launch = Trainer.launch
 
-    def fill_after_3(self):
-        if self.steps_done == 3:
+    def fill(self):
+        if self.steps_done == step:
             full_disk(1000)
         return launch(self)
 
-    monkeypatch.setattr(Trainer, "launch", fill_after_3)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr(Trainer, "launch", fill)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_and_names_the_command_that_continues(
+    text, tmp_path, monkeypatch, full_disk
+):
+    out = tmp_path / "run"
+    fill_disk_after(3, monkeypatch, full_disk)
+    with pytest.raises(OSError, match="No space left") as full:
         train(micro(data=str(text), out=out), False, silent_console())
     assert latest_checkpoint(out / "checkpoints").name == "step_00000002"
+    assert full.value.__notes__ == [f"to continue from the last checkpoint: octile train --resume --out {out}"]
+
+
+def test_a_disk_that_is_full_before_the_first_checkpoint_names_the_command_that_starts_again(
+    text, tmp_path, monkeypatch, full_disk
+):
+    out = tmp_path / "run"
+    fill_disk_after(1, monkeypatch, full_disk)
+    with pytest.raises(OSError, match="No space left") as full:
+        train(micro(data=str(text), out=out), False, silent_console())
+    begins = f"nothing is saved before the first checkpoint; to start again: octile train --resume --out {out}"
+    assert full.value.__notes__ == [begins]
 
 
 def test_a_prompt_that_does_not_fit_the_context_is_refused_before_training(text, tmp_path):
@@ -590,7 +609,9 @@ def test_a_second_signal_of_another_kind_ends_a_run_within_a_step(text, tmp_path
         assert process.exitcode in (130, 143)
     finally:
         process.kill()
-    assert "octile: stopped at once, before the first checkpoint" in (tmp_path / "octile.err").read_text()
+    assert (
+        "octile: stopped at once; nothing is saved before the first checkpoint" in (tmp_path / "octile.err").read_text()
+    )
 
 
 def test_a_killed_run_resumes_to_the_same_losses_and_weights(finished, text, tmp_path):

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from octile.checkpoint.files import explaining_disk_errors
 from octile.command_text import quoted_path
 from octile.extras import require
 from octile.parallel.device import pick_device
@@ -129,12 +130,16 @@ def compare(
             raise Stopped.by(interrupt, f"stopped before the first run: start the same command again{how}") from None
         print_passes(config, store, console)
         comparison.write(out)
+        then = f"to continue: octile compare --resume --out {quoted_path(out)}"
         try:
-            with stop_requests(console.acknowledge_stop) as stop, console.stopped_by_its_reader(stop):
+            with (
+                explaining_disk_errors(lambda: then),
+                stop_requests(console.acknowledge_stop) as stop,
+                console.stopped_by_its_reader(stop),
+            ):
                 return _compare(comparison, baselines, configs, store, out, console, steps, stop)
         except Stopped as stopped:
-            command = f"octile compare --resume --out {quoted_path(out)}"
-            raise Stopped(f"{stopped}; to continue: {command}", stopped.number) from None
+            raise Stopped(f"{stopped}; {then}", stopped.number) from None
 
 
 def _check_new(config: TrainConfig, device: torch.device, runs: int) -> str | None:

@@ -1,5 +1,6 @@
 """Tests of `octile compare`: recipes and BF16 with two seeds, trained from the same weights on the same batches."""
 
+import errno
 import gc
 import io
 import json
@@ -309,6 +310,17 @@ def test_a_signal_before_the_first_run_says_to_start_again(compared, text, tmp_p
     with pytest.raises(Stopped, match=message) as stopped:
         compare(config, ("deepseek_v3",), out, silent_console(), resume=resume)
     assert stopped.value.exit_code == 143
+
+
+def test_a_full_disk_names_the_command_that_continues(text, tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "state.json")
+
+    monkeypatch.setattr("octile.train.compare.compare._compare", full)
+    out, config = tmp_path / "new", micro(data=str(text), steps=4, validate_every=2)
+    with pytest.raises(OSError, match="No space left") as error:
+        compare(config, ("deepseek_v3",), out, silent_console())
+    assert error.value.__notes__ == [f"to continue: octile compare --resume --out {out}"]
 
 
 def test_a_finished_comparison_is_only_written_again(compared, monkeypatch):
