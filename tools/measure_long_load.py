@@ -16,7 +16,6 @@ longest delay stands beside it. The first 20 seconds count for wrong answers onl
 
 import argparse
 import asyncio
-import gc
 import json
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from octile.bench.rows import align_columns
 from octile.bench.serve.peer.random_folder import V2_LITE, letter_tokenizer, write_random_folder
 from octile.bench.serve.peer.vllm import free_port, server
 from octile.models.config import ModelConfig
+from octile.serve.process.signals import freeze_loaded
 from octile.tokenizer import Tokenizer
 from octile.train.config import MODELS
 from tests.serve.http.mixed_load import FOLLOWING, Asked, draw, follows, leave, read_stream, read_whole
@@ -212,8 +212,7 @@ def main() -> None:
         with server(command, port, {}) as url:
             load, sending = Load(url), drawn_requests()
             asyncio.run(Load(url, wrong=load.wrong).run(sending, asked.clients, FIRST))
-            gc.collect()
-            gc.freeze()
+            freeze_loaded()
             asyncio.run(load.run(sending, asked.clients, asked.seconds, folder))
     rows = [["minute", *HEAD], *([str(i), *minute.cells()] for i, minute in enumerate(load.minutes, 1))]
     print(align_columns(rows, right=set(rows[0])))

@@ -1,5 +1,6 @@
 """Tests of what garbage collections of a server leave out."""
 
+import atexit
 import gc
 
 from octile.serve.process.signals import freeze_loaded
@@ -22,3 +23,12 @@ def test_collections_leave_out_what_was_loaded_and_find_what_came_after():
         assert id(later) in visited
     finally:
         gc.unfreeze()
+
+
+def test_at_exit_extension_modules_find_nothing_that_is_left_out(monkeypatch):
+    at_exit = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    freeze_loaded()
+    for function in at_exit:
+        function()
+    assert gc.get_freeze_count() == 0
