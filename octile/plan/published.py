@@ -35,7 +35,7 @@ class Comparison:
         unit: unit of the figure and its prediction.
         value: published or measured.
         predicted: by the model.
-        source: where `value` was published or measured.
+        source: where `value` was published, or the record of this repository that has it.
     """
 
     case: str
@@ -44,6 +44,11 @@ class Comparison:
     value: float
     predicted: float
     source: str
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the value was measured for octile, not published by others."""
+        return self.source.startswith("benchmarks/")
 
     @property
     def error(self) -> float:

@@ -33,13 +33,13 @@ def run(options: Options) -> None:
         print(json.dumps([asdict(c) | {"error": c.error} for c in found], indent=2))
         return
     console = Console()
-    for case in dict.fromkeys(c.case for c in found):
+    for case, is_own in dict.fromkeys((c.case, c.is_own) for c in found):
         rows = [
             (f"{c.what}, {c.unit}", _number(c.value), _number(c.predicted), format_percent(c.error, 1))
             for c in found
             if c.case == case
         ]
-        console.print(screen_table(Table((case, "published", "plan", "error"), rows)))
+        console.print(screen_table(Table((case, "measured" if is_own else "published", "plan", "error"), rows)))
 
 
 def comparisons() -> Iterator[Comparison]:

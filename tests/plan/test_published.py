@@ -59,6 +59,15 @@ def test_the_memory_that_torch_reserves_is_that_of_the_record_of_octile_train():
     assert compared == pytest.approx(recorded, rel=1e-3)
 
 
+def test_the_runs_of_octile_are_called_measured_and_those_of_others_published(capsys, monkeypatch):
+    sources = ("arXiv 2412.19437", "benchmarks/results/h200_train.json")
+    found = [Comparison(f"a run of {source}", "a step", "ms", 10.0, 11.0, source) for source in sources]
+    monkeypatch.setattr(published_command, "comparisons", lambda: iter(found))
+    published_command.run(published_command.Options())
+    headings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("a run of")]
+    assert [line.split()[-3] for line in headings] == ["published", "measured"]
+
+
 def test_the_errors_that_are_printed_have_a_typographic_sign_unless_they_round_to_zero(capsys, monkeypatch):
     found = [Comparison("a model", "a step", "ms", 1000.0, plan, "") for plan in (999.9, 1000.0, 1000.1, 935.0, 1010.0)]
     monkeypatch.setattr(published_command, "comparisons", lambda: iter(found))
