@@ -32,16 +32,17 @@ class Options:
             configurations on a Hopper GPU and stores them. tune-casts shows the fastest settings of quantization
             kernels there.
         json: also write the rows to this file.
-        run: a run folder or a Hugging Face folder to serve; if not given, the newest under runs/, or with peer random
-            weights of V2-Lite's shape, in FP8 and in BF16.
+        run: a run folder or a Hugging Face folder to serve; if not given, the newest under runs/, or with --peer
+            random weights of V2-Lite's shape, in FP8 and in BF16.
         peer: vllm: serve compares octile with vLLM instead, engines and servers, with the same weights and prompts.
         peer_python: the Python that imports the peer, this one if not given. vLLM pins a version of torch, so it
             commonly has an environment of its own.
-        peer_setting: a setting of vLLM; can be given several times. triton, deep_gemm and flashinfer are experts,
-            triton+rust and deep_gemm+rust have its HTTP front end in Rust, too; all that it can run if not given.
+        peer_setting: a setting of vLLM; can be given several times. triton, deep_gemm and flashinfer are
+            its backends of experts; triton+rust and deep_gemm+rust add its HTTP front end in Rust. All that it can run
+            if not given.
         part: engine or http, which a peer is compared in; both if not given.
-        shapes: those of gemm on a GPU: list (DeepSeek-V3's, and those of DeepGEMM's tests), or drawn (from the layers
-            of 45 public models, with drawn numbers of tokens); both if not given.
+        shapes: the shapes of gemm on a GPU: list (DeepSeek-V3's, and those of DeepGEMM's tests), or drawn (from the
+            layers of 45 public models, with drawn numbers of tokens); both if not given.
         seed: draw the shapes of gemm by this number; the date if not given.
         shape: M,N,K of one GEMM to tune; every shape of gemm if not given.
         minutes: after so many minutes, tune starts no further shape.

@@ -156,7 +156,7 @@ GEMMS_ON_CPU = (  # E4M3 operands, where the processor multiplies BF16
     "matmul_nt", "matmul_nt_out", "grouped_matmul_nt", "grouped_matmul_nt_out", "grouped_wgrad", "grouped_wgrad_out",
 )  # fmt: skip
 TORCH_ON_CPU = {
-    "attention": "to all keys torch's FlashAttention for CPUs, which has no matrix of scores; causal the reference",
+    "attention": "torch's FlashAttention for CPUs where rows attend to all keys, the reference where they are causal",
     "ragged_attention": "one text after the other, by torch's attention for CPUs where there are more keys than rows",
 }
 ATTENTION_REASON = "cuDNN or FlashAttention, as torch's own attention chooses"
