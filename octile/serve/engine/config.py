@@ -170,8 +170,8 @@ class CacheConfig:
     Attributes:
         format: float32, bf16 or fp8 (656 instead of BF16's 1152 bytes a token and layer); BF16 on a GPU and FP32 on a
             CPU if not given.
-        gib: its memory. If not given, 80% of what the weights and the logits of CUDA graphs leave free on a GPU, 1 GiB
-            on a CPU, and never more than a full batch of the longest texts needs.
+        gib: GiB of memory for the cache. If not given, 80% of what the weights and the logits of CUDA graphs leave free
+            on a GPU, 1 GiB on a CPU, and never more than a full batch of the longest texts needs.
 
     Raises:
         TypeError, ValueError: a field has another type or value.

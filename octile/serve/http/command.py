@@ -46,7 +46,7 @@ class Options:
         allowed_origins: an origin, such as https://chat.example.org, whose scripts browsers let read answers; can be
             given several times, and * is any; none is if not given.
         ssl_certfile: the certificate for HTTPS, a file in PEM, with those that lead to one that clients know after it.
-        ssl_keyfile: its private key, a file in PEM without a password.
+        ssl_keyfile: the certificate's private key, a file in PEM without a password.
         weights_key: a key with which a client can have the server go on with other weights; none can if it is not
             given. As api_key it can be given by an environment variable, OCTILE_WEIGHTS_KEY.
         access_log: write a line on stderr for each response: time, client, path, status, seconds, tokens, request id.
