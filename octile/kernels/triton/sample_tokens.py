@@ -262,8 +262,8 @@ def _best(
     """The largest of logit / temperature + noise of a part, and its token."""
     begin = tl.program_id(1) * part
     block = tl.arange(0, BLOCK)
-    largest = float("-inf")
-    token = begin
+    highest_scores = tl.full([BLOCK], float("-inf"), tl.float32)  # of every BLOCK-th token; one comparison at the end
+    tokens = begin + block
     for start in range(begin, tl.minimum(begin + part, vocabulary), BLOCK):
         v = start + block
         logit = _logit(logits, v, vocabulary)
@@ -276,10 +276,11 @@ def _best(
             score = z + _gumbel(v, first_key, second_key)
             score = tl.where(score == score, score, float("inf"))  # NaN: the row has no token, whatever is the largest
         score = tl.where(v < vocabulary, score, float("-inf"))
-        value, i = tl.max(score, axis=0, return_indices=True)  # the first of equal ones
-        is_larger = value > largest
-        token = tl.where(is_larger, start + i, token)
-        largest = tl.where(is_larger, value, largest)
+        is_higher = score > highest_scores
+        tokens = tl.where(is_higher, v, tokens)
+        highest_scores = tl.where(is_higher, score, highest_scores)
+    largest = tl.max(highest_scores, axis=0)
+    token = tl.min(tl.where(highest_scores == largest, tokens, vocabulary), axis=0)  # the first of equal ones
     return largest, token
 
 
@@ -412,7 +413,10 @@ def _logit(row, v, vocabulary):
 @triton.jit
 def _scaled(logit, highest, heat):
     """Logits over temperature, of which the largest is 0."""
-    return tl.div_rn(logit - highest, heat + tl.zeros_like(logit))
+    z = logit - highest
+    if heat != 1:  # a division takes as long as a hash
+        z = tl.div_rn(z, heat + tl.zeros_like(z))
+    return z
 
 
 @triton.jit
@@ -443,5 +447,5 @@ def _gumbel(v, first_key, second_key):
     uniform = ((x & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * 2.0**-31
     # log(1 − uniform) with all digits of a small number: w − 1 is what of it is in w (Kahan)
     w = 1.0 - uniform
-    exponential = tl.where(w == 1.0, uniform, tl.div_rn(tl.log(w) * uniform, w - 1.0))
+    exponential = tl.where(w == 1.0, uniform, tl.log(w) * uniform / (w - 1.0))  # need not be exact
     return -tl.log(exponential)
