@@ -9,7 +9,7 @@ for any f, so it permutes all numbers of 2h bits. A result that is not a window 
 ("cycle walking"), which gives a permutation of the windows. Sources: Luby and Rackoff, "How to construct pseudorandom
 permutations" (1988); Black and Rogaway, "Ciphers with arbitrary finite domains" (2002) §3.
 
-Shapes: B batch, S sequence, T tokens.
+Shapes: B batch, S sequence, T tokens; N windows of several steps.
 """
 
 from collections import deque
@@ -28,6 +28,7 @@ from octile.train.data.streamed_tokens import StreamedTokens
 from octile.train.data.token_store import Tokens
 
 ROUNDS = 6
+STEPS = 8  # whose windows are permuted together
 
 
 class Batches:
@@ -48,6 +49,7 @@ class Batches:
         if seed < 0:
             raise ValueError(f"seed must be at least 0, not {seed}")
         self.tokens, self.batch_sizes, self.sequence_length, self.seed = tokens, batch_size, sequence_length, seed
+        self._permuted = 0, np.empty(0, np.int64)  # the first of STEPS steps, and the windows of them all
 
     def batch(self, step: int, rank: int = 0, n_ranks: int = 1) -> Tensor:
         """The batch of one step, int64 [B, S + 1]: inputs are all columns but the last, targets all but the first.
@@ -62,14 +64,26 @@ class Batches:
         """
         if step < 0:
             raise ValueError(f"step must be at least 0, not {step}")
-        sequences_B = np.array_split(np.arange(self.batch_sizes.size(step)), n_ranks)[rank]
-        sequences_B = self.batch_sizes.before(step) + sequences_B
-        epoch_B, position_B = np.divmod(sequences_B, self.n_windows)
-        window_B = np.empty_like(position_B)
-        for epoch in np.unique(epoch_B):
-            in_epoch_B = epoch_B == epoch
-            window_B[in_epoch_B] = permute(position_B[in_epoch_B], self.n_windows, (self.seed, int(epoch)))
+        window_B = np.array_split(self._window_numbers(step), n_ranks)[rank]
         return _windows(self.tokens, window_B, self.sequence_length)
+
+    def _window_numbers(self, step: int) -> npt.NDArray[np.int64]:
+        """Return the windows of a step's batch: those of some steps are permuted together, in as many calls of numpy.
+
+        On a GPU a thread does so while the host launches steps, and each call takes Python's lock.
+        """
+        before = self.batch_sizes.before
+        first, window_N = self._permuted
+        if not first <= step < first + STEPS or not len(window_N):
+            first = step
+            epoch_N, position_N = np.divmod(np.arange(before(step), before(step + STEPS)), self.n_windows)
+            window_N = np.empty_like(position_N)
+            for epoch in np.unique(epoch_N):
+                in_epoch_N = epoch_N == epoch
+                window_N[in_epoch_N] = permute(position_N[in_epoch_N], self.n_windows, (self.seed, int(epoch)))
+            self._permuted = first, window_N
+        begin = before(step) - before(first)
+        return window_N[begin : begin + self.batch_sizes.size(step)]
 
 
 class PreparedBatches:
