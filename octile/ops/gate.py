@@ -23,7 +23,7 @@ same order, the other products in different orders: two logits are at most (1 + 
 After the GEMM one kernel adds the products, and computes scores, choice and weights; before the GEMMs of the backward
 pass one kernel computes the gradient of the logits and splits it. With many tokens kernels also multiply themselves, on
 Hopper for up to 64 experts, elsewhere for up to 16: in forward one kernel multiplies, adds and chooses, and in backward
-one reads x and writes dx. On Hopper one kernel multiplies few tokens in FP32 without tensor cores, and chooses.
+one reads x and writes dx. On Hopper one kernel also splits the weight for few tokens, multiplies, and chooses.
 
 The choice is a token's K experts with the highest scores, within its best groups of experts. Among equal scores the
 expert with the lower index comes first, so that every device chooses the same experts. NaN is above all numbers.

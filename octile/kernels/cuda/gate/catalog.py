@@ -16,8 +16,8 @@ def plans() -> dict[str, LaunchPlan]:
     x_few, x_many = empty(32768, 768, dtype=bf16), empty(32768, 2048, dtype=bf16)
     dys = empty(32768, TERMS * 64, dtype=bf16)
     few, many = empty(16, 768, dtype=fp32), empty(64, 2048, dtype=fp32)
-    v3 = few_rows.plan(7168, 256, fp32, (8, 8, 4, 2, "sigmoid", True, 2.5), True)
-    v2_lite = few_rows.plan(2048, 64, bf16, (6, 1, 1, 1, "softmax", False, 1.0), False)
+    v3 = few_rows.plan(256, 7168, 256, fp32, (8, 8, 4, 2, "sigmoid", True, 2.5), True)
+    v2_lite = few_rows.plan(32, 2048, 64, bf16, (6, 1, 1, 1, "softmax", False, 1.0), False)
     threads = 32 * few_rows.WARPS
     return {
         "gate of V3, few rows": LaunchPlan("gate_few_rows", v3, {}, few_rows.grid(256), threads, ()),

@@ -1,8 +1,4 @@
-"""Launcher of Hopper's gate of few rows: one kernel that multiplies in FP32, and chooses the experts.
-
-Tensor cores multiply an FP32 weight in three terms, which one kernel makes and another multiplies, before a third one
-chooses. For few rows it takes less time to multiply without tensor cores than to launch these.
-"""
+"""Launcher of Hopper's gate of few rows: one kernel that splits the weight, multiplies, and chooses the experts."""
 
 from typing import Any, cast
 
@@ -15,12 +11,12 @@ from octile.kernels.cuda.jit import specialize
 from octile.kernels.cuda.jit.launch import overlaps
 from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel, address_of
 from octile.kernels.cuda.quantize.launcher import DTYPES
-from octile.kernels.hopper import SHARED_BYTES
 from octile.kernels.memory_layout import VECTOR
 from octile.routing import EPS
 
 MAX_ROWS = 256
-ROWS, WARPS = 8, 8  # rows and thread blocks of a cluster, and warps of a block
+CLUSTER, WARPS = 8, 8  # thread blocks of a cluster, and warps of a block
+ONE_TILE_ROWS = 64  # with more, a cluster has two tiles of 8 rows, for which it reads the weight once
 MAX_KEYS = 1024
 
 _prepared: BoundedCache[PreparedKernel] = BoundedCache(MAX_KEYS)
@@ -41,8 +37,6 @@ def why_unsupported(x: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -
         return "the rows of x or of the weight are not contiguous, or do not begin at multiples of 16 bytes"
     if (x.data_ptr() | weight.data_ptr()) % VECTOR:
         return "x or the weight does not begin at a multiple of 16 bytes"
-    if _shared_bytes(d, n_experts) > SHARED_BYTES:
-        return f"rows of {d} columns do not fit into shared memory"
     return request.why_not_on(x.device)
 
 
@@ -58,10 +52,10 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> tuple[T
     key = t, d, n_experts, how[:-1], weight.dtype, bias is None, overlaps(), x.device
     prepared = _prepared[key]
     if prepared is None:
-        constants = plan(d, n_experts, weight.dtype, cast(choice.Choice, how), bias is not None)
+        constants = plan(t, d, n_experts, weight.dtype, cast(choice.Choice, how), bias is not None)
         kernel = specialize.load("gate_few_rows", constants, x.device)
         prepared = _prepared[key] = PreparedKernel(
-            kernel, grid(t), ROWS, 32 * WARPS, int(constants["shared_bytes"]), overlaps()
+            kernel, grid(t), CLUSTER, 32 * WARPS, int(constants["shared_bytes"]), overlaps()
         )
     read = x.data_ptr(), weight.data_ptr(), address_of(bias)
     results = logits.data_ptr(), weights.data_ptr(), experts.data_ptr()
@@ -69,18 +63,23 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> tuple[T
     return weights, experts, logits
 
 
+def row_tiles(rows: int) -> int:
+    """Return how many tiles of 8 rows a cluster has."""
+    return 1 if rows <= ONE_TILE_ROWS else 2
+
+
 def grid(rows: int) -> int:
     """Return the number of thread blocks for rows."""
-    return ROWS * -(-rows // ROWS)
+    return CLUSTER * -(-rows // (8 * row_tiles(rows)))
 
 
-def plan(columns: int, n_experts: int, dtype: torch.dtype, how: choice.Choice, biased: bool) -> dict[str, int | bool]:
-    """Return the constants of the kernel."""
+def plan(
+    rows: int, columns: int, n_experts: int, dtype: torch.dtype, how: choice.Choice, biased: bool
+) -> dict[str, int | bool]:
+    """Return the constants of the kernel for rows."""
+    parts = max(WARPS // -(-n_experts // 16), 1)  # of a thread block's columns
+    floats = row_tiles(rows) * (CLUSTER * parts + 1) * n_experts
     return choice.constants(n_experts, *how[:-1], biased) | {
         "columns": columns, "weight_dtype": DTYPES[dtype], "warps": WARPS, "programmatic": overlaps(),
-        "shared_bytes": _shared_bytes(columns, n_experts),
+        "row_tiles": row_tiles(rows), "shared_bytes": -(-4 * floats // VECTOR) * VECTOR,
     }  # fmt: skip
-
-
-def _shared_bytes(columns: int, n_experts: int) -> int:
-    return -(-(2 * ROWS * columns + 4 * n_experts) // VECTOR) * VECTOR

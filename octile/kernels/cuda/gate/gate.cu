@@ -19,6 +19,7 @@
 #include "wgmma.cuh"
 #include "convert.cuh"
 #include "stage.cuh"
+#include "terms.cuh"
 
 constexpr int threads = 128 * config::warpgroups, tile_m = 64 * config::warpgroups;
 constexpr int columns = config::parts * config::experts;
@@ -70,14 +71,6 @@ struct Pipeline {
 __device__ __forceinline__ void fence_operands(float (&d)[columns / 2]) {
 #pragma unroll
     for (int i = 0; i < columns / 2; ++i) ptx::warpgroup_fence_operand(d[i]);
-}
-
-// Rounds two numbers to BF16, and subtracts what they became.
-__device__ __forceinline__ uint32_t next_term(float& low, float& high) {
-    const uint32_t pair = ptx::pack_bf16(low, high);
-    low = __fsub_rn(low, __uint_as_float(pair << 16));
-    high = __fsub_rn(high, __uint_as_float(pair & 0xFFFF0000));
-    return pair;
 }
 
 // Splits a k-block of the weight, [E, 64], into its terms, [P·E, 64] BF16, as TMA would load them for wgmma.
