@@ -18,7 +18,7 @@ import torch
 from octile import __version__
 from octile.command_text import quoted_path
 from octile.extras import require
-from octile.kernels import backends, disk_cache
+from octile.kernels import backends, cpu, disk_cache
 from octile.parallel.links import describe_dispatch, describe_nodes, find_links
 from octile.report.console import Console
 from octile.report.machine import machine, version_of
@@ -57,7 +57,7 @@ def examine() -> dict[str, Any]:
         "machine": {
             **machine(),
             "platform": platform.platform(),
-            "cores": _cores(),
+            "cores": cpu.count_cores(),
             "executable": sys.executable,
         },
         "packages": {name: version_of(name) for name in PACKAGES},
@@ -249,11 +249,6 @@ def _advice() -> list[str]:
     lines = []
     if torch.cuda.is_available() and find_spec("triton") is None:
         lines.append('install Triton to use the GPU: pip install "octile[cuda]"')
-    if torch.get_num_threads() > _cores():
+    if torch.get_num_threads() > cpu.count_cores():
         lines.append(f"torch uses {torch.get_num_threads()} threads on fewer cores: set OMP_NUM_THREADS")
     return lines
-
-
-def _cores() -> int:
-    """Return the cores that this process may use; all cores where the system does not say, as on macOS."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

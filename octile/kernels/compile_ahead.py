@@ -8,7 +8,6 @@ when it is launched.
 
 import atexit
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from octile.kernels.cpu import count_cores
 from octile.kernels.planning import PlannedKernel
 
 log = logging.getLogger("octile")
@@ -42,7 +42,7 @@ class KernelsAhead:
     def __init__(self, plan: Callable[[], Iterable[PlannedKernel]], device: torch.device, n_threads: int | None = None):
         self.total = self.done = 0
         self._plan, self._device = plan, device
-        self._pool = _Pool(n_threads or max(min(_cores() // 2, MAX_THREADS), 1))
+        self._pool = _Pool(n_threads or max(min(count_cores() // 2, MAX_THREADS), 1))
         self._report: Callable[[int, int], None] = lambda done, total: None
         self._counting, self._is_closed = threading.Lock(), False
         self._planner = threading.Thread(target=self._run, name="plan kernels", daemon=True)
@@ -137,7 +137,3 @@ class _Pool(Executor):
                     future.set_result(task())
                 except Exception as error:
                     future.set_exception(error)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

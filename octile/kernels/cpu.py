@@ -10,6 +10,7 @@ as fast as FP32. As in the references, products are summed in FP32; the order of
 
 import ctypes
 import functools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,11 @@ from octile.kernels.cuda.gemm.request import GemmRequest, Operand
 from octile.kernels.memory_layout import new_quantized_transposed, new_scale
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
+
+
+def count_cores() -> int:
+    """The cores that this process may use; all cores where the system does not say, as on macOS."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @functools.cache

@@ -227,7 +227,7 @@ def test_each_reason_is_printed_with_its_operators(monkeypatch, capsys):
 
 
 def test_more_threads_than_cores_is_advised_against(monkeypatch):
-    monkeypatch.setattr(doctor, "_cores", lambda: 0)
+    monkeypatch.setattr("octile.kernels.cpu.count_cores", lambda: 0)
     assert "set OMP_NUM_THREADS" in examine()["advice"][-1]
 
 

@@ -141,7 +141,7 @@ def test_without_a_record_nothing_is_planned():
 
 
 def test_a_machine_with_one_core_compiles_too(monkeypatch):
-    monkeypatch.setattr(compile_ahead, "_cores", lambda: 1)
+    monkeypatch.setattr(compile_ahead, "count_cores", lambda: 1)
     kernel = Kernel("only")
     KernelsAhead(lambda: [kernel], GPU).wait_for_plan()
     assert kernel.future.result(SECONDS) == "only"

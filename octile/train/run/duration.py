@@ -1,7 +1,8 @@
 """How long a run takes at least on a CPU, estimated before it begins, and refused if that is too long.
 
 The estimate divides the FLOPs that the model needs by the speed of the CPU's fastest GEMM: in FP32, or in BF16 where
-the processor multiplies it. What lies between the GEMMs, and quantization, come on top.
+the processor multiplies it. What lies between the GEMMs, and quantization, come on top. Ranks on one host share its
+cores: rank 0 times a GEMM on its own threads, and as many ranks count as find cores for theirs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from octile.kernels import cpu
 from octile.models.flops import train_flops_per_token
 from octile.text import format_duration, format_flops, format_quantity
+from octile.torchrun import processes_of_host
 from octile.train.config import TrainConfig
 from octile.train.step.progress import batch_ramp
 
@@ -44,13 +46,16 @@ def check_duration(config: TrainConfig, device: torch.device, done: int = 0, run
     if flops / SLOW < LONG:  # timing GEMMs takes a short run 0.2 s
         return None
     dtypes = (torch.float32, torch.bfloat16) if cpu.can_multiply() else (torch.float32,)
-    speed = 2 * FAST_SIZE**3 / min(min(gemm_seconds(device, FAST_SIZE, dtype)) for dtype in dtypes)
-    seconds = flops / (config.parallel.ranks * speed)
+    here = processes_of_host() or 1
+    hosts, at_once = config.parallel.ranks / here, min(here, max(cpu.count_cores() / torch.get_num_threads(), 1))
+    speed = at_once * 2 * FAST_SIZE**3 / min(min(gemm_seconds(device, FAST_SIZE, dtype)) for dtype in dtypes)
+    seconds = flops / (hosts * speed)
     if seconds < LONG:
         return None
     what = "the run takes" if runs == 1 else f"the {runs} runs take"
+    where = "this CPU" if hosts == 1 else f"{hosts:g} hosts with this CPU"
     sentence = (
-        f"on this CPU {what} at least {format_duration(seconds)}: {runs * (config.steps - done):,} steps of "
+        f"on {where} {what} at least {format_duration(seconds)}: {runs * (config.steps - done):,} steps of "
         f"{format_quantity(flops)} FLOPs together, at the {format_flops(speed)} of its GEMMs now; a GPU, a smaller "
         "--preset or fewer --steps take less"
     )

@@ -109,10 +109,36 @@ def test_all_runs_of_a_comparison_count(gflops):
     assert "on this CPU the 3 runs take at least 10 d 14 h: 6,000 steps" in check_duration(slow("small"), CPU, runs=3)
 
 
-def test_ranks_share_the_work(gflops):
+def on_ranks(monkeypatch, ranks: int, here: int, cores: int, threads: int) -> str | None:
+    """What is said of a run on ranks, so many of them on a host with these cores, each with these threads."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+    monkeypatch.setattr("octile.train.run.duration.cpu.count_cores", lambda: cores)
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    return check_duration(replace(slow("small"), parallel=ParallelConfig(dp=ranks)), CPU)
+
+
+def test_ranks_on_cores_of_their_own_share_the_work(gflops, monkeypatch):
     gflops(100)
-    config = replace(slow("small"), parallel=ParallelConfig(dp=2))
-    assert "takes at least 1 d 18 h: 2,000 steps" in check_duration(config, CPU)
+    said = on_ranks(monkeypatch, ranks=2, here=2, cores=2, threads=1)
+    assert "on this CPU the run takes at least 1 d 18 h: 2,000 steps" in said
+    assert "at the 200.0 GFLOP/s of its GEMMs" in said
+
+
+def test_ranks_without_cores_of_their_own_are_no_faster(gflops, monkeypatch):
+    gflops(100)
+    assert "takes at least 1 d 18 h: 2,000 steps" in on_ranks(monkeypatch, ranks=8, here=8, cores=2, threads=1)
+    assert "takes at least 3 d 12 h: 2,000 steps" in on_ranks(monkeypatch, ranks=8, here=8, cores=2, threads=2)
+
+
+def test_threads_without_cores_do_not_slow_the_estimate(gflops, monkeypatch):
+    gflops(100)
+    assert "takes at least 3 d 12 h: 2,000 steps" in on_ranks(monkeypatch, ranks=2, here=2, cores=2, threads=16)
+
+
+def test_hosts_share_the_work(gflops, monkeypatch):
+    gflops(100)
+    said = on_ranks(monkeypatch, ranks=8, here=4, cores=2, threads=2)
+    assert "on 2 hosts with this CPU the run takes at least 1 d 18 h: 2,000 steps" in said
 
 
 def test_a_comparison_is_refused_before_its_data_is_prepared(gflops, text, tmp_path):
