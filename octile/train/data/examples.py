@@ -6,7 +6,8 @@
     {"prompt": TEXT, "completion": TEXT}            the loss is that of the completion and of the end of the text
     {"text": TEXT}                                  the loss is that of the whole text and its end
 
-Fields that are null count as absent, and other fields are not read. Text that spells a special token is text.
+Fields that are null count as absent, and other fields are not read. Text that spells a special token is text. A line
+has at most MAX_LINE bytes, so that a file without line ends, such as one of binary data, is not read as a whole.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ SUFFIX = ".jsonl"
 KINDS = '"messages", or "prompt" and "completion", or "text"'
 TEXTS = ("messages", "prompt", "completion", "text")
 FIELDS = (*TEXTS, "tools", "chat_template_kwargs")
+MAX_LINE = 2**24  # bytes, the line end included; millions of tokens
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -52,12 +54,15 @@ def is_examples(source: str | Path) -> bool:
 
 
 def holds_examples(path: Path) -> bool:
-    """Whether the first line of a file is an example, whatever the file's name."""
+    """Whether the first line of a file is an example, whatever the file's name. A longer one than MAX_LINE is none."""
     with path.open("rb") as lines:
-        try:
-            row = json.loads(lines.readline().removeprefix(codecs.BOM_UTF8))
-        except (ValueError, RecursionError):
-            return False
+        line = lines.readline(MAX_LINE + 1)
+    if len(line) > MAX_LINE:
+        return False
+    try:
+        row = json.loads(line.removeprefix(codecs.BOM_UTF8))
+    except (ValueError, RecursionError):
+        return False
     return isinstance(row, dict) and ("messages" in row or "text" in row or {"prompt", "completion"} <= row.keys())
 
 
@@ -70,10 +75,13 @@ def read_examples(path: Path, tokenizer: Tokenizer, template: ChatTemplate) -> I
         template: its chat template.
 
     Raises:
-        ValueError: a line is no example, or the template does not render it; names file and line.
+        ValueError: a line is no example, or longer than MAX_LINE, or the template does not render it; names file and
+            line.
     """
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(iter(lambda: lines.readline(MAX_LINE + 1), b""), start=1):
+            if len(line) > MAX_LINE:
+                raise ValueError(f"{path}, line {number}: must have at most {MAX_LINE:,} bytes, but has more")
             text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if not text.strip():
                 continue

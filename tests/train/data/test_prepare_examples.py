@@ -173,6 +173,12 @@ def test_what_is_no_example_is_refused_with_its_line(prepared, row, message):
         prepared({"text": "hello"}, row)
 
 
+def test_no_more_of_a_line_is_read_than_an_example_may_have(prepared, monkeypatch):
+    monkeypatch.setattr("octile.train.data.examples.MAX_LINE", 20)
+    with pytest.raises(ValueError, match=r"x.jsonl, line 2: must have at most 20 bytes, but has more$"):
+        prepared({"text": "hello"}, {"text": "hello, hello"})
+
+
 def test_a_byte_order_mark_and_null_fields_count_as_absent(prepared):
     message = {"role": "assistant", "content": "day", "weight": None, "tool_calls": None}
     row = {"messages": [message], "text": None, "tools": None}

@@ -147,6 +147,12 @@ def test_examples_by_another_name_are_refused(tmp_path, name):
         check_examples(micro(data=str(tmp_path / name)))
 
 
+def test_a_first_line_that_no_example_may_have_is_plain_text(tmp_path, monkeypatch):
+    monkeypatch.setattr("octile.train.data.examples.MAX_LINE", 20)
+    (tmp_path / "chats.txt").write_text('{"text": "hello, hello"}\n')
+    check_examples(micro(data=str(tmp_path / "chats.txt")))
+
+
 def test_a_file_without_an_end_is_not_searched_for_examples(monkeypatch):
     monkeypatch.setattr("octile.train.run.fine_tune.holds_examples", lambda path: pytest.fail(f"{path} was opened"))
     check_examples(micro(data="/proc/self/pagemap"))
