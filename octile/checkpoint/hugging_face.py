@@ -15,10 +15,11 @@ Moonlight and Kimi-K2 were published with the rotary frequencies of each layer. 
 not read, as in transformers, and not written.
 """
 
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -62,6 +63,7 @@ from octile.recipe import Recipe, ScaleRule
 from octile.validation import read_json
 
 CONFIG = "config.json"
+MAX_NAMED = 5  # checkpoints in a message
 ROTARY_FREQUENCIES = ".self_attn.rotary_emb.inv_freq"  # follow from config.json
 Weights = Literal["fp8", "bf16", "float32"]
 HIGH_PRECISION = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32}  # dtype if not FP8
@@ -298,7 +300,7 @@ def checkpoint_folder(path: str | Path) -> Path:
     path = Path(path)
     for folder in (path / "model", path):
         finish_interrupted(folder)
-        if (folder / CONFIG).exists() and not (folder / "metrics.jsonl").exists():  # else it configures a run
+        if _configures_model(folder):
             return folder
     if (path / "metrics.jsonl").exists():
         command = f"{_command_of(path)} --resume --out {quoted_path(path)}"
@@ -308,7 +310,27 @@ def checkpoint_folder(path: str | Path) -> Path:
                 f"the run at {path} is damaged: {file} is missing; {command} writes the model again"
             )
         raise FileNotFoundError(f"the run at {path} has no model yet: {command} finishes it")
-    raise FileNotFoundError(f"no checkpoint at {path}: neither {CONFIG} nor model/{CONFIG} is there")
+    why = f"neither {CONFIG} nor model/{CONFIG} is there"
+    if not path.is_dir():
+        why = "it is a file, not a folder" if path.exists() else "there is no such folder"
+    others = ", ".join(_checkpoints_near(path)[:MAX_NAMED])
+    raise FileNotFoundError(f"no checkpoint at {path}: {why}{others and f'; checkpoints here: {others}'}")
+
+
+def _configures_model(folder: Path) -> bool:
+    """Whether a folder has the configuration of a model, not that of a run."""
+    return (folder / CONFIG).exists() and not (folder / "metrics.jsonl").exists()
+
+
+def _checkpoints_near(path: Path) -> list[str]:
+    """Checkpoints in the folder above a path, and runs under runs/, where octile puts them: the newest first."""
+    found: dict[Path, float] = {}
+    for parent in (path.parent, Path("runs")):
+        for each in parent.iterdir() if parent.is_dir() and os.access(parent, os.R_OK) else ():
+            with suppress(OSError):  # it cannot be read
+                if inside := next(filter(_configures_model, (each / "model", each)), None):
+                    found[each] = (inside / CONFIG).stat().st_mtime
+    return [str(each) for each in sorted(found, key=lambda each: -found[each])]
 
 
 def _command_of(run: Path) -> str:

@@ -1,4 +1,5 @@
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -367,6 +368,26 @@ def test_a_rank_reads_its_own_experts(tmp_path, model, weights):
 def test_no_checkpoint_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"no checkpoint at {tmp_path}"):
         load(tmp_path)
+
+
+def test_a_folder_that_does_not_exist_is_named_with_the_checkpoints_there_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"^no checkpoint at a: there is no such folder$"):
+        load("a")
+    for folder in ("runs/a/model", "published", "runs/unfinished"):
+        Path(folder).mkdir(parents=True)
+    for file in ("runs/a/model/config.json", "published/config.json", "runs/unfinished/config.json"):
+        Path(file).touch()
+    Path("runs/unfinished/metrics.jsonl").touch()
+    os.utime("published/config.json", (0, 0))
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint at a: .* folder; checkpoints here: runs/a, published$"):
+        load("a")
+
+
+def test_a_file_is_no_checkpoint(tmp_path):
+    (tmp_path / "weights").touch()
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*/weights: it is a file, not a folder$"):
+        load(tmp_path / "weights")
 
 
 def test_a_run_without_a_model_is_told_how_to_finish(tmp_path):
