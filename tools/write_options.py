@@ -68,7 +68,7 @@ def section(name: str, command: Command) -> Iterator[str]:
 def meaning(option: Option) -> str:
     """Return what an option is for, and its default."""
     default = "required" if option.default is MISSING else option.default_text and f"default: `{option.default_text}`"
-    return " ".join(filter(None, [as_markdown(option.help), f"({default})" if default else ""]))
+    return " ".join(filter(None, [as_markdown(option.usage_help), f"({default})" if default else ""]))
 
 
 def as_markdown(text: str) -> str:

@@ -41,8 +41,13 @@ class RopeScaling:
     Attributes:
         factor: how many times longer the context is than the original; 1 changes nothing.
         original_max_position_embeddings: tokens of the context before YaRN.
+        beta_fast: full rotations within the original context from which a rotary pair keeps its frequency.
+        beta_slow: full rotations within the original context up to which a rotary pair's frequency is divided by the
+            factor.
+        mscale: cosines and sines are multiplied by (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1).
+        mscale_all_dim: attention's softmax scale is multiplied by (0.1 mscale_all_dim ln(factor) + 1)².
         attention_factor: what cosines and sines are multiplied by; None: it follows from both mscales.
-        truncate: whether the pairs between which frequencies are interpolated are rounded to whole ones.
+        truncate: round to whole pairs the range of pairs whose frequencies are interpolated.
 
     Raises:
         TypeError, ValueError: a field is not a number or outside its range.
@@ -79,18 +84,48 @@ class ModelConfig:
     """A DeepSeek-V2 or V3 model.  The defaults are DeepSeek-V3's.
 
     Attributes:
+        vocab_size: tokens of the vocabulary, the rows of the embedding and of the output head.
+        hidden_size: channels of each token between layers.
+        intermediate_size: channels within the feed-forward network of a layer without experts.
+        moe_intermediate_size: channels within the feed-forward network of one expert.
+        num_hidden_layers: layers, without that of multi-token prediction.
         first_k_dense_replace: how many of the first layers have no experts.
         num_nextn_predict_layers: depth of multi-token prediction, 0 or 1.
+        num_attention_heads: heads of each layer's attention.
         q_lora_rank: rank of the queries' compression; None (V2-Lite) projects them directly.
+        kv_lora_rank: rank of the compression of keys and values: the channels of the latent that is cached for a token.
+        qk_nope_head_dim: channels of a head's query and key without rotary position embedding.
+        qk_rope_head_dim: channels of a head's query and key with rotary position embedding, an even number; all heads
+            share this part of the key.
+        v_head_dim: channels of a head's value.
+        n_routed_experts: experts of a layer among which its gate chooses.
+        n_shared_experts: experts of a layer that compute every token.
+        num_experts_per_tok: experts that the gate chooses for a token.
+        n_group: groups into which the routed experts are divided.
+        topk_group: groups from which a token's experts may come.
         topk_method: "noaux_tc" is V3's gate, whose bias steers the choice; the two "greedy" ones are V2's.
+        scoring_func: function of the gate's logits that gives the scores of the experts: sigmoid (V3) or softmax (V2).
+        norm_topk_prob: divide the scores of a token's chosen experts by their sum.
+        routed_scaling_factor: what the output of the chosen experts is multiplied by.
         aux_loss_alpha: weight of the sequence-wise balance loss.
         mtp_loss_weight: weight of the multi-token prediction's loss (0.3, and 0.1 late in V3's training).
-        index_n_heads, index_head_dim: heads and channels of the indexer of V3.2's sparse attention (64 and 128), a
-            power of two from qk_rope_head_dim to 128; None: there is no indexer, and attention is dense.
-        index_topk: top-k keys of each query, which the indexer finds (2048).
-        indexer_rope_interleave: whether the pairs of the indexer's rotary channels are adjacent, as in GLM-5.
+        index_n_heads: heads of the indexer of V3.2's sparse attention (64); None: there is no indexer, and attention is
+            dense.
+        index_head_dim: channels of a head of the indexer (128), a power of two from qk_rope_head_dim to 128; None:
+            there is no indexer.
+        index_topk: top-k keys of each query, which the indexer finds (2048); None: there is no indexer.
+        indexer_rope_interleave: rotate pairs of adjacent channels in the indexer, as GLM-5 does; otherwise the channels
+            of a pair are half of the rotary channels apart.
         indexer_types: for each layer "full", it has an indexer, or "shared", it attends to the top-k keys that the
             last indexer before it has found, as in GLM-5.2; None: all are full. Multi-token prediction has its own.
+        max_position_embeddings: length of the context, in tokens.
+        rope_theta: base θ of the rotary position embedding: from a position to the next, pair i of R channels is
+            rotated by θ^(−2i/R).
+        rope_scaling: YaRN, which extends the context; None: it is not extended.
+        rms_norm_eps: what RMSNorm adds to the mean of the squares before it takes the root.
+        initializer_range: standard deviation of the normal distribution of new weights.
+        bos_token_id: number of the token that begins a text; training takes its tokenizer's instead.
+        eos_token_id: numbers of the tokens that end a text; training takes its tokenizer's instead.
         extra: further keys of a configuration file, written back unchanged.
 
     Raises:

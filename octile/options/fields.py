@@ -57,7 +57,7 @@ class Option:
         name: what a user types: "--optim.final-lr", or the name of a positional argument, "RUN".
         annotation: what its value may be.
         metavar: what its value is called in the help.
-        help: what it is for.
+        help: what it is for; of a flag what it does if it is set, as an imperative sentence.
         default: its value if it is not given; MISSING if it must be.
     """
 
@@ -111,6 +111,12 @@ class Option:
         if self.is_flag:
             return self.negation if self.default is True else self.name
         return f"{self.name} {self.metavar}"
+
+    @property
+    def usage_help(self) -> str:
+        """What giving it as in `usage` is for: "do not …" where that unsets a flag."""
+        is_unset = self.is_flag and self.default is True
+        return f"do not {self.help}" if is_unset and self.help else self.help
 
     @property
     def default_text(self) -> str:

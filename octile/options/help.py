@@ -121,7 +121,7 @@ def _description(option: Option) -> str:
     default = (
         "(required)" if option.default is MISSING else option.default_text and f"(default:{NBSP}{option.default_text})"
     )
-    return f"{option.help} {default}".strip()
+    return f"{option.usage_help} {default}".strip()
 
 
 def _title(cls: type, group: str) -> str:

@@ -52,8 +52,8 @@ class RLConfig:
         log: where the metrics go as well: tensorboard (event files in the run's folder), wandb (Weights & Biases) or
             mlflow. Each needs the extra of its name, and several may be named. A resumed run continues there.
         device: auto uses a GPU if there is one.
-        deterministic: two runs give the same bits on a GPU too, but take longer; on a CPU they always do, with the same
-            number of threads.
+        deterministic: have two runs give the same bits on a GPU too, which takes longer; on a CPU they always do, with
+            the same number of threads.
         prompts_sha256, reward_sha256: checksums of the files when the run began, of which a resumed run needs the same.
 
     Raises:

@@ -162,8 +162,8 @@ class TrainConfig:
         val_sequences: held-out sequences of a validation.
         device: auto uses a GPU if there is one.
         allow_slow: begin also a run that takes more than four hours at least on this CPU.
-        deterministic: two runs give the same bits on a GPU too, but take longer; on a CPU they always do, with the same
-            number of threads.
+        deterministic: have two runs give the same bits on a GPU too, which takes longer; on a CPU they always do, with
+            the same number of threads.
         log: where the metrics go as well: tensorboard (event files in the run's folder), wandb (Weights & Biases) or
             mlflow. Each needs the extra of its name, and several may be named. A resumed run continues there.
         prompt: the text that the sample at the end of the run continues; an empty one has the model begin a text. If

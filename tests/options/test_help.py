@@ -7,7 +7,9 @@ import pytest
 
 from octile.cli import COMMANDS
 from octile.options import Command, Positional, Section
+from octile.options.fields import options_of
 from octile.options.help import help_text, listed, overview_text
+from tools.write_options import commands
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,28 @@ def test_no_line_is_wider_than_the_terminal(monkeypatch, columns):
         help_text("test", Options) + "\n" + overview_text("lab ", "octile", {"formats": "Show the values of formats."})
     )
     assert [line for line in text.splitlines() if len(line) > int(columns)] == []
+
+
+def test_a_flag_that_is_set_by_default_is_described_by_what_unsetting_it_does():
+    @dataclass(frozen=True)
+    class Flags:
+        """Do something.
+
+        Attributes:
+            round: round it.
+        """
+
+        round: bool = True
+
+    assert f"  {'--no-round':24}  do not round it." in help_text("test", Flags).splitlines()
+    assert f"  {'--round':24}  round it." in help_text("test", Flags, Flags(round=False)).splitlines()
+
+
+def test_every_option_of_every_command_has_a_description_and_a_flag_an_imperative():
+    for name, command in commands():
+        for option in options_of(command.load().Options):
+            assert option.help, (name, option.path)
+            assert not (option.is_flag and option.help.startswith(("whether", "if "))), (name, option.path)
 
 
 def test_the_summaries_of_an_overview_stand_below_each_other():

@@ -26,8 +26,8 @@ class EngineConfig:
             gets the number that is fastest by its own acceptance rate. 0 does not draft.
         batch_invariant: compute each request's logits bit for bit as if it were alone, so that its text never depends
             on what else is in the batch; slower.
-        exact: batch_invariant, and log-probabilities are those of training, bit for bit: a folder whose weights are of
-            another recipe than `exact` is refused.
+        exact: compute as with batch_invariant, and log-probabilities as training does, bit for bit; a folder whose
+            weights are of another recipe than `exact` is refused.
         index_format: format of the indexer's queries and keys in a model with sparse attention. e4m3: after a Hadamard
             rotation, as DeepSeek published; float32: without it, as transformers, to compare texts. It is slower, and
             steps on a GPU have no CUDA graphs.
