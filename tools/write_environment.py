@@ -88,6 +88,9 @@ SECTIONS = (
                 "TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS",
                 "how often the ranks were started again, and how often they may be",
             ),
+            Variable(
+                "TORCHELASTIC_ERROR_FILE", "where the line of a failure is written, which torchrun's report quotes"
+            ),
         ),
     ),
     Section(

@@ -16,6 +16,7 @@ group. Its port asks nobody who they are: what lies in the store is text or one 
 from __future__ import annotations
 
 import gc
+import json
 import os
 import sys
 import threading
@@ -24,6 +25,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -308,17 +310,23 @@ class RanksError(Exception):
 
 def fail(message: str, code: int) -> NoReturn:
     """Print the failure that ends this rank, if no other rank prints one, and end the process."""
-    if reports_failure(message):
-        own = f"rank {own_rank()}"
-        names = not own_rank() or message.startswith(f"{own} ")
-        sys.stderr.write(f"octile: {'' if names else f'{own}: '}{message}\n")  # in one: others write, too
+    rank, cause = reported_failure(message)
+    names = not rank or cause.startswith(f"rank {rank} ")
+    line = f"octile: {'' if names else f'rank {rank}: '}{cause}"
+    if (rank, cause) == (own_rank(), message):
+        sys.stderr.write(f"{line}\n")  # in one: others write, too
+    _write_for_torchrun(line)
     end(code)
 
 
-def reports_failure(message: str) -> bool:
-    """Whether this rank must print the failure that ends it: the first to ask does, rank 0 before the others.
+def reported_failure(message: str) -> tuple[int, str]:
+    """Return the failure that is printed for all ranks, and the rank that prints it.
 
-    The same failure on all ranks is printed by rank 0. A rank that fails because another one has failed is silent.
+    It is that of the first rank to ask, rank 0 before the others: the same failure on all ranks is printed by rank 0,
+    and a rank that fails because another one has failed is silent.
+
+    Args:
+        message: the failure that ends this rank.
     """
     global _is_failing
     _is_failing, rank = True, own_rank()
@@ -328,10 +336,22 @@ def reports_failure(message: str) -> bool:
         if rank:
             with suppress(Exception):  # rank 0 has no failure to report
                 store.wait([FAILURE], MAX_PATIENCE if store.check([f"{FAILING}/0"]) else PATIENCE)
-        own = f"{rank} {message}"
-        return store.compare_set(FAILURE, "", own).decode() == own
+        first, _, cause = store.compare_set(FAILURE, "", f"{rank} {message}").decode().partition(" ")
+        return int(first), message if cause == message else shown(cause)
     except Exception:  # without torchrun's store nobody knows what the others have printed
-        return True
+        return rank, message
+
+
+def _write_for_torchrun(line: str) -> None:
+    """Have torchrun quote a line in its report of the ranks that have failed, below a traceback of its own.
+
+    The format of the file is that of `torch.distributed.elastic.multiprocessing.errors`.
+    """
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        details = {"timestamp": str(int(time.time())), "py_callstack": line}
+        with suppress(OSError):  # the report lacks the line then, which is printed already
+            Path(f"{path}.new").write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))
+            os.replace(f"{path}.new", path)  # torchrun may read it at any time
 
 
 def end(code: int) -> NoReturn:

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from octile.parallel import ranks as module
 from octile.parallel.messages import MessageError, encode, outcome_of
-from octile.parallel.ranks import Ranks, RanksError, explain, join, leave, reports_failure
+from octile.parallel.ranks import Ranks, RanksError, explain, join, leave, reported_failure
 from octile.signals import Stopped
 from tests.worlds import start_ranks
 
@@ -195,26 +196,51 @@ def test_another_error_is_not_explained(two, monkeypatch):
 
 def test_a_failure_of_all_ranks_is_reported_by_rank_0(two, monkeypatch):
     become(monkeypatch, two[0])
-    assert reports_failure("seed must be the same")
+    assert reported_failure("seed must be the same") == (0, "seed must be the same")
     become(monkeypatch, two[1])
-    assert not reports_failure("seed must be the same")
+    assert reported_failure("seed must be the same") == (0, "seed must be the same")
 
 
 def test_a_failure_of_one_rank_is_reported_by_it_and_by_no_other(two, monkeypatch):
     become(monkeypatch, two[1])
-    assert reports_failure("the disk is full")
+    assert reported_failure("the disk is full") == (1, "the disk is full")
     become(monkeypatch, two[0])
-    assert not reports_failure("lost the connection")
+    assert reported_failure("lost the connection") == (1, "the disk is full")
 
 
 def test_a_rank_waits_longer_for_rank_0_if_that_has_announced_its_report(two, monkeypatch):
     become(monkeypatch, two[1])
     two[0].announce_failure()
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(reports_failure, "the loss is nan")
+        waiting = pool.submit(reported_failure, "the loss is nan")
         assert not waiting.done()
         two[0].store.compare_set(module.FAILURE, "", "0 the loss is nan")
-        assert waiting.result() is False
+        assert waiting.result() == (0, "the loss is nan")
+
+
+def test_torchruns_report_has_the_line_of_the_rank_that_prints_it_for_all_ranks(two, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(module, "end", lambda code: None)
+    failures = {}
+    for ranks, message in ((two[1], "the disk is full"), (two[0], "lost the connection")):
+        become(monkeypatch, ranks)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{ranks.rank}.json"))
+        module.fail(message, 1)
+        failures[ranks.rank] = ProcessFailure(
+            ranks.rank, 7, exitcode=1, error_file=str(tmp_path / f"{ranks.rank}.json")
+        )
+    report = str(ChildFailedError("octile", failures))
+    assert report.count("  traceback : octile: rank 1: the disk is full\n") == 2
+    assert capsys.readouterr().err == "octile: rank 1: the disk is full\n"
+
+
+def test_a_failure_of_a_foreign_process_is_quoted_in_one_short_line(two, monkeypatch):
+    two[0].store.set(module.FAILURE, "1 \x1b[2J" + 1000 * "line\n")
+    become(monkeypatch, two[0])
+    rank, cause = reported_failure("the disk is full")
+    assert rank == 1
+    assert "\x1b" not in cause
+    assert "\n" not in cause
+    assert len(cause) < 400
 
 
 @pytest.fixture
@@ -249,7 +275,7 @@ def test_a_gpu_that_waits_for_another_rank_ends_the_process_with_a_line(two, end
 
 
 def test_a_rank_that_reports_its_failure_itself_is_not_ended_before(two, ended, capfd):
-    assert reports_failure("the disk is full")
+    assert reported_failure("the disk is full") == (0, "the disk is full")
     module._watchdog(two[0], lambda: {"TIMEOUT"})
     assert ended == []
     assert capfd.readouterr().err == ""
