@@ -44,8 +44,9 @@ class RopeScaling:
         beta_fast: full rotations within the original context from which a rotary pair keeps its frequency.
         beta_slow: full rotations within the original context up to which a rotary pair's frequency is divided by the
             factor.
-        mscale: cosines and sines are multiplied by (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1).
-        mscale_all_dim: attention's softmax scale is multiplied by (0.1 mscale_all_dim ln(factor) + 1)².
+        mscale: m in the number by which cosines and sines are multiplied, 0.1 m ln(factor) + 1; they are divided by the
+            same number with mscale_all_dim as m.
+        mscale_all_dim: m in the number by whose square attention's softmax scale is multiplied, 0.1 m ln(factor) + 1.
         attention_factor: what cosines and sines are multiplied by; None: it follows from both mscales.
         truncate: round to whole pairs the range of pairs whose frequencies are interpolated.
 

@@ -8,10 +8,11 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 from typing import Any, NamedTuple
 
 from octile.options.fields import Option, attribute_texts, dataclass_of, options_of
+from octile.options.names import described_with_options
 from octile.validation import annotations_of
 
 INDENT, NARROW_INDENT = 28, 8  # of descriptions
@@ -45,10 +46,15 @@ class Listed(NamedTuple):
 def listed(cls: type, default: Any = None, sections: Sequence[Section] = ()) -> list[Listed]:
     """Return the options of a command by sections; without sections all, by the fields that hold them.
 
+    Their descriptions name options where those of the dataclasses name fields.
+
     Raises:
         KeyError: a section names no field.
     """
-    options = options_of(cls, default)
+    options = [
+        replace(option, help=described_with_options(option.help, cls, option.group))
+        for option in options_of(cls, default)
+    ]
     by_path = {option.path: option for option in options}
     if not sections:
         groups = dict.fromkeys(option.group for option in options)

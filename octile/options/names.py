@@ -1,4 +1,4 @@
-"""The fields that a message names, as the options that a user types."""
+"""The fields that a message or a description names, as the options that a user types."""
 
 from __future__ import annotations
 
@@ -10,12 +10,35 @@ from octile.options.fields import options_of
 
 SETTINGS_FILES = ("config.json", "comparison.json", "state.json")  # of runs, comparisons and their checkpoints
 WORD_MARKS = frozenset("._")  # of a field's name that is no word of prose
+FIELD = re.compile(r"(?<![\w./`-])[a-z][a-z0-9]*([_.][a-z0-9]+)+(?![\w`-])")  # such a name
 
 
 @cache
 def option_names(cls: type) -> dict[str, str]:
     """Return the fields of a dataclass and of its dataclasses, "optim.lr", and what a user types for them."""
     return {option.path: option.name for option in options_of(cls)}
+
+
+def described_with_options(text: str, cls: type, group: str) -> str:
+    """Write the fields that an option's description names as options. A word that could be prose, "out", stays.
+
+    A field is one of the same group, or of the command, or the only one of its last name.
+
+    Args:
+        text: the description.
+        cls: options of a command.
+        group: field that holds the option that is described, such as "optim"; "" for the command itself.
+    """
+    options = option_names(cls)
+
+    def option(match: re.Match[str]) -> str:
+        name = match[0]
+        near = [path for path in (f"{group}.{name}", name) if path in options]
+        alike = [path for path in options if path.endswith(f".{name}")]
+        found = near[:1] or (alike if len(alike) == 1 else [])
+        return options[found[0]] if found else name
+
+    return FIELD.sub(option, text)
 
 
 def with_options(message: str, cls: type, where: str = "") -> tuple[str, dict[str, str]]:

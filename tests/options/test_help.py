@@ -124,6 +124,36 @@ def test_a_flag_that_is_set_by_default_is_described_by_what_unsetting_it_does():
     assert f"  {'--round':24}  round it." in help_text("test", Flags, Flags(round=False)).splitlines()
 
 
+def test_a_description_names_options_instead_of_fields():
+    @dataclass(frozen=True)
+    class Held:
+        """Something within.
+
+        Attributes:
+            end_rate: not below begin_rate and top_rate, nor name or file.txt.
+        """
+
+        end_rate: float = 1.0
+        begin_rate: float = 1.0
+
+    @dataclass(frozen=True)
+    class Naming:
+        """Do something.
+
+        Attributes:
+            top_rate: not above held.end_rate or begin_rate.
+            name: a text.
+        """
+
+        top_rate: float = 1.0
+        name: str = "x"
+        held: Held = field(default_factory=Held)
+
+    helps = {option.path: option.help for each in listed(Naming) for option in each.first}
+    assert helps["top_rate"] == "not above --held.end-rate or --held.begin-rate."
+    assert helps["held.end_rate"] == "not below --held.begin-rate and --top-rate, nor name or file.txt."
+
+
 def test_every_option_of_every_command_has_a_description_and_a_flag_an_imperative():
     for name, command in commands():
         for option in options_of(command.load().Options):

@@ -32,8 +32,8 @@ class EngineConfig:
             rotation, as DeepSeek published; float32: without it, as transformers, to compare texts. It is slower, and
             steps on a GPU have no CUDA graphs.
         expert_window: count the tokens of each expert over so many steps, for `Stats.expert_tokens` and /metrics; a
-            multiple of 8, 0 does not count. If not given, 4096 with redundant experts or a time after which experts are
-            placed anew, else 0.
+            multiple of 8, 0 does not count. If not given, 4096 with parallel.redundant_experts or parallel.rebalance,
+            else 0.
 
     Raises:
         TypeError, ValueError: a field has another type or is outside its range, a step has fewer tokens than a batch
@@ -78,8 +78,8 @@ class ParallelConfig:
             redundancy); if not given, all copies of an expert take turns.
         rebalance: seconds after which the copies are placed anew, by the tokens that were counted in the last steps;
             600 if not given.
-        micro_batches: 1 or 2, into which steps with prompts are divided on GPUs, so that the rows of one travel while
-            the other is computed; 2 is slower between two GPUs with NVLink.
+        micro_batches: parts into which a step with prompts is divided on GPUs. With 2 the rows of one part travel while
+            the other one is computed, which is slower between two GPUs with NVLink.
         timeout: seconds after which a rank that waits for another one, or a server that waits for a prefill or decode
             process, ends the server.
 

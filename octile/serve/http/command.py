@@ -44,11 +44,11 @@ class Options:
         api_key: a key that clients must send; can be given several times. Other users of this machine can see it, but
             not one in the environment variable OCTILE_API_KEY.
         allowed_origins: an origin, such as https://chat.example.org, whose scripts browsers let read answers; can be
-            given several times, and * is any; none is if not given.
-        ssl_certfile: the certificate for HTTPS, a file in PEM, with those that lead to one that clients know after it.
+            given several times. * allows any origin; if not given, none is allowed.
+        ssl_certfile: a file in PEM with the certificate for HTTPS, and after it the intermediate ones of its chain.
         ssl_keyfile: the certificate's private key, a file in PEM without a password.
-        weights_key: a key with which a client can have the server go on with other weights; none can if it is not
-            given. As api_key it can be given by an environment variable, OCTILE_WEIGHTS_KEY.
+        weights_key: a key with which a client can update the weights while the server runs; without it no client can.
+            It can be given by the environment variable OCTILE_WEIGHTS_KEY instead.
         access_log: write a line on stderr for each response: time, client, path, status, seconds, tokens, request id.
         device: auto uses a GPU if there is one.
         limits: what the server takes at most.
