@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -68,24 +69,19 @@ def run(options: Options) -> None:
         ValueError: an option has no effect; or as for `octile.bench.run` and `octile.bench.search`, which raise the
             other exceptions, too.
     """
-    if options.what != "tune" and (options.shape is not None or options.minutes is not None):
-        raise ValueError(f"shape and minutes are options of tune, not of {options.what}")
+    _refuse_elsewhere(options, "tune", ("shape", "minutes"))
     if options.what.startswith("tune") and options.json is not None:
         raise ValueError(
             "json is an option of gemm, casts, step, train, transformers, attention, serve, indexer, sparse, dispatch "
             f"and lab, not of {options.what}, which writes no rows"
         )
-    if options.what != "gemm" and (options.shapes is not None or options.seed is not None):
-        raise ValueError(f"shapes and seed are options of gemm, not of {options.what}")
+    _refuse_elsewhere(options, "gemm", ("shapes", "seed"))
     if options.shapes == "list" and options.seed is not None:
         raise ValueError("seed has no effect on shapes list: it draws shapes")
-    if options.what != "serve" and options.run is not None:
-        raise ValueError(f"run is an option of serve, not of {options.what}")
-    if options.what != "serve" and options.peer is not None:
-        raise ValueError(f"peer is an option of serve, not of {options.what}")
+    _refuse_elsewhere(options, "serve", ("run", "peer"))
     for name in ("peer_python", "peer_setting", "part"):
         if getattr(options, name) and options.peer is None:
-            raise ValueError(f"{name} is an option of serve with a peer")
+            raise ValueError(f"{name} is an option of serve with a peer: add --peer vllm")
     for name in ("run", "peer"):
         if count_ranks() > 1 and getattr(options, name) is not None:
             raise ValueError(f"{name} is an option of one process: serve on several ranks measures a model of its own")
@@ -103,3 +99,10 @@ def run(options: Options) -> None:
         what = "dispatch" if options.what == "comm" else options.what
         folder = (options.run or newest_run()) if is_run else None
         run_benchmark(what, options.json, folder, options.shapes, options.seed)
+
+
+def _refuse_elsewhere(options: Options, what: str, names: Sequence[str]) -> None:
+    """Refuse options that only one benchmark has, if another one is run."""
+    for name in names:
+        if options.what != what and getattr(options, name) is not None:
+            raise ValueError(f"{name} is an option of {what}, not of {options.what}")

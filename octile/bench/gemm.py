@@ -61,7 +61,8 @@ def rows(chosen: str | None = None, seed: int | None = None) -> Iterator[Row]:
     """
     if not torch.cuda.is_available():
         if chosen == "drawn" or seed is not None:
-            raise ValueError("drawn shapes are measured on a GPU, and there is none")
+            named = "shapes drawn is" if chosen == "drawn" else f"seed {seed} draws shapes, which are"
+            raise ValueError(f"{named} measured on a GPU, and torch finds none here")
         for case in shapes.CPU:
             yield from _rows(case, "cpu")
         return

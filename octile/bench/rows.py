@@ -14,7 +14,7 @@ COLUMNS = ("case", "what", "value", "unit")
 COMPARED = ("vs.", "its value", "ratio")  # further columns, if a row has a peer
 RIGHT = {"value", "its value", "ratio"}
 RATIO = "ratio: the value / that of what is named under vs."
-LEGEND = f"{RATIO} Higher is better for speeds, lower is better for bytes."
+LEGEND = f"{RATIO} Higher is better for speeds, lower is better for times and bytes."
 LEGEND_OF_SPEEDS = f"{RATIO} Higher is better."
 
 

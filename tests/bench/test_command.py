@@ -30,13 +30,14 @@ def test_a_peer_is_compared_in_place_of_the_rest(monkeypatch):
     ("words", "why"),
     [
         (["gemm", "--peer", "vllm"], "--peer is an option of serve, not of gemm"),
-        (["serve", "--part", "http"], "--part is an option of serve with a peer"),
+        (["step", "--seed", "3"], "--seed is an option of gemm, not of step"),
+        (["serve", "--part", "http"], "--part is an option of serve with a peer: add --peer vllm"),
         (["serve", "--peer-setting", "triton"], "--peer-setting is an option of serve with a peer"),
         (["serve", "--peer-python", "python3"], "--peer-python is an option of serve with a peer"),
         (["serve", "--peer", "sglang"], "--peer"),
     ],
 )
-def test_options_of_a_peer_without_one_are_refused(words, why, capsys):
+def test_options_without_an_effect_are_refused(words, why, capsys):
     with pytest.raises(SystemExit):
         main(["bench", *words])
     assert why in capsys.readouterr().err

@@ -85,7 +85,9 @@ def test_drawn_shapes_follow_those_of_the_list(gpu, monkeypatch, capsys):
     assert "shapes drawn by --seed 5\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [("drawn", None), (None, 5)])
-def test_shapes_are_drawn_for_a_gpu_only(arguments):
-    with pytest.raises(ValueError, match="drawn shapes are measured on a GPU, and there is none"):
+@pytest.mark.parametrize(
+    ("arguments", "what"), [(("drawn", None), "shapes drawn is"), ((None, 5), "seed 5 draws shapes, which are")]
+)
+def test_shapes_are_drawn_for_a_gpu_only(arguments, what):
+    with pytest.raises(ValueError, match=f"^{what} measured on a GPU, and torch finds none here"):
         next(gemm.rows(*arguments))

@@ -15,11 +15,10 @@ from pathlib import Path
 import torch
 
 from octile.bench import goals
-from octile.bench.rows import RATIO, Row, table_with
+from octile.bench.rows import LEGEND, Row, table_with
 from octile.bench.serve import endpoint, engine, ranks
 from octile.parallel.device import take_own_gpu
 
-LEGEND = f"{RATIO} Higher is better for speeds, lower is better for times."
 REFUSED = "refused with 503: at once the server takes as many requests as --limits.in-flight says, 256 if not given."
 
 

@@ -58,7 +58,7 @@ def test_rows_of_a_miniature_model(tokenizer, tmp_path, monkeypatch):
     )
     assert rows["1 client", "between tokens, p99"].value > 0
     *_, ratio, refused = serve.show(list(rows.values())).splitlines()
-    assert ratio.endswith("lower is better for times.")
+    assert ratio.endswith("lower is better for times and bytes.")
     assert "--limits.in-flight" in refused
 
 
