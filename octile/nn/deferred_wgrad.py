@@ -28,7 +28,8 @@ from torch.overrides import TorchFunctionMode
 from octile.nn.double_backward import first_derivative_only
 from octile.nn.gathered_weight import GatheredWeight
 
-Wgrads = Callable[[], Sequence[Tensor | None]]
+MainGrads = Sequence[Tensor | None]
+Wgrads = Callable[[MainGrads], Sequence[Tensor | None]]
 
 
 class DeferredWgrads:
@@ -48,7 +49,7 @@ class DeferredWgrads:
         pending, self._pending = self._pending[::-1], []
         while pending:
             weights, compute = pending.pop()
-            for weight, dw in zip(weights, compute(), strict=True):
+            for weight, dw in zip(weights, compute(main_grads_of(weights)), strict=True):
                 if dw is not None:
                     before = found.get(id(weight))
                     found[id(weight)] = weight, dw if before is None else before[1] + dw
@@ -86,16 +87,25 @@ def _can_wait(weight: Tensor) -> bool:
     return weight.is_leaf and not has_hooks and not isinstance(weight, GatheredWeight)
 
 
-def run_or_defer(parameters: Sequence[Tensor], compute: Wgrads) -> Sequence[Tensor | None]:
+def main_grads_of(weights: Sequence[Tensor]) -> MainGrads:
+    """Return the buffer `main_grad` of each weight, or None where it has none."""
+    return [getattr(weight, "main_grad", None) for weight in weights]
+
+
+def run_or_defer(parameters: Sequence[Tensor], main_grads: MainGrads, compute: Wgrads) -> Sequence[Tensor | None]:
     """Return the weight gradients, or None for each inside `defer_wgrads`.
+
+    They are added to the `main_grad` that a weight has when its gradient is computed. In a pipeline the forward pass
+    often precedes the first gradient, to which later ones are added in place.
 
     Args:
         parameters: what `parameters_of` returned for the weights.
-        compute: computes the gradient of each, in the dtype in which a backward pass adds those of several uses; None
-            where it was added to main_grad.
+        main_grads: those of the weights in the forward pass, used where gradients cannot be deferred.
+        compute: given the weights' main_grads, computes the gradient of each, in the dtype in which a backward pass
+            adds those of several uses; None where it was added to main_grad.
     """
     if _deferred is None or not parameters:
-        return compute()
+        return compute(main_grads_of(parameters) if parameters else main_grads)
     _deferred._pending.append((parameters, compute))
     return [None for _ in parameters]
 
@@ -135,7 +145,7 @@ class _Linear(torch.autograd.Function):
         dx = db = None
         if ctx.needs_input_grad[0]:
             dx = (dy_TN @ weight.to(dy.dtype)).view(x.shape).to(ctx.x_dtype)
-        (dw,) = run_or_defer(ctx.parameters, lambda: [dy_TN.mT @ x_TK])
+        (dw,) = run_or_defer(ctx.parameters, (), lambda _: [dy_TN.mT @ x_TK])
         if ctx.needs_input_grad[2]:
             db = dy_TN.sum(0).to(ctx.b_dtype)
         return dx, dw, db

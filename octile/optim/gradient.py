@@ -78,7 +78,7 @@ def store_scaled(param: Tensor, dtype: torch.dtype) -> None:
 
 @contextmanager
 def added_in_place(params: Iterable[Tensor]) -> Iterator[None]:
-    """Context manager of a micro-batch's passes: layers add weight gradients to those of the ones before, in place.
+    """Context manager of a backward pass: layers add weight gradients to those of earlier micro-batches, in place.
 
     `.grad` is their `main_grad`, so that a GEMM adds to what it stores, and the sum of one micro-batch is not stored
     alone. Parameters without a float32 gradient, as all in the first micro-batch, are left out, and so are those with

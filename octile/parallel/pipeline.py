@@ -4,7 +4,7 @@ A rank goes through its list of actions, with sends and receives (`add_communica
 
     F               run the stage on what was received; save its inputs and the gradient edges of its outputs
     B, I            backward pass from the received gradients; I leaves wgrad GEMMs to W (`octile.nn.deferred_wgrad`)
-    W               run these GEMMs
+    W               run these GEMMs, which like those of B add to the gradients of the micro-batches before, in place
     F&B             both of the pair, interleaved at the exchanges of experts' rows (`octile.nn.interleave`)
     send, receive   post it without waiting; a computation waits for its own receives
 
@@ -26,7 +26,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from octile.nn.deferred_wgrad import DeferrableLinears, DeferredWgrads, defer_wgrads
 from octile.nn.interleave import run_interleaved
 from octile.ops.matmul import without_autocast
-from octile.optim.gradient import gradient_of
+from octile.optim.gradient import added_in_place, gradient_of
 from octile.parallel.messages import all_gather_messages, receive_message, send_message
 from octile.parallel.ranks import world
 from octile.parallel.schedules.actions import Action, ActionType, describe, parts
@@ -409,7 +409,7 @@ class _Step:
         inputs, edges = self.saved.pop(key)
         gradients = None if stage == self.last else self.gradients.pop(key).wait()
         if edges:
-            with without_autocast(self.p.device):
+            with self.adding(stage), without_autocast(self.p.device):
                 torch.autograd.backward(edges, gradients)
         if stage > 0:
             found = [torch.zeros_like(t) if t.grad is None else t.grad for t in inputs]
@@ -420,8 +420,12 @@ class _Step:
             self.backward(stage, micro_batch)
 
     def weight_gradient(self, stage: int, micro_batch: int) -> None:
-        with without_autocast(self.p.device):
+        with self.adding(stage), without_autocast(self.p.device):
             self.wgrads.pop((stage, micro_batch)).compute()
+
+    def adding(self, stage: int) -> AbstractContextManager[None]:
+        """The context of a stage's backward pass, whose GEMMs add to the gradients of the micro-batches before."""
+        return added_in_place(self.p.stages[stage].parameters())
 
     # Communication
 

@@ -113,13 +113,33 @@ def test_main_grad_buffers_get_the_bits_of_a_backward_pass():
     assert torch.equal(layers[1].weight.main_grad, layers[0].weight.main_grad)
 
 
+@pytest.mark.parametrize("recipe", ["deepseek_v3", "bf16"])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_gradients_are_added_to_a_main_grad_that_weights_get_after_the_forward_pass(recipe: str, deferred: bool):
+    """As in a pipeline, whose later forward passes may run before the first gradient, to which theirs are added."""
+    model = model_of(recipe)
+    at_once, weights = copy.deepcopy(model), weights_of_layers(model)
+    backward(losses(at_once), deferred=False)
+    computed = losses(model)
+    for weight in weights:
+        weight.main_grad = torch.zeros_like(weight)
+    backward(computed, deferred)
+    assert {p for p in model.parameters() if p.grad is None} == weights
+    found = {name: p.main_grad for name, p in model.named_parameters() if p in weights}
+    assert_same_bits(found | gradients(model), gradients(at_once))
+
+
+def weights_of_layers(model: nn.Module) -> set[nn.Parameter]:
+    """Those of octile's linear layers and experts."""
+    linear = {m.weight for m in model.modules() if type(m) is Linear}
+    return linear | {p for moe in model.moe_layers().values() for p in moe.experts.parameters()}
+
+
 def test_weights_of_linear_layers_and_experts_wait_and_others_do_not():
     model = model_of("deepseek_v3")
     with defer_wgrads() as wgrads:
         losses(model)[0].backward()
-    linear = {m.weight for m in model.modules() if type(m) is Linear}
-    experts = {p for moe in model.moe_layers().values() for p in moe.experts.parameters()}
-    assert {p for p in model.parameters() if p.grad is None} == linear | experts
+    assert {p for p in model.parameters() if p.grad is None} == weights_of_layers(model)
     assert len(wgrads) > 0
     wgrads.compute()
     assert len(wgrads) == 0

@@ -5,6 +5,7 @@ import datetime
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from octile.models.stages import split_stages
 from octile.nn import Linear, MoE, RMSNorm, interleave, pre_norm
 from octile.nn.conversion import apply_recipe
+from octile.nn.fused import linear
 from octile.nn.gate import Gate
 from octile.parallel import pipeline as pipelines
 from octile.parallel import shard_experts
@@ -370,6 +372,25 @@ def main_grads_of_several_steps_are_summed_once(group: dist.ProcessGroup) -> Non
         assert torch.equal(twice, 2 * once)
 
 
+def gemms_add_to_the_gradients_of_earlier_micro_batches(group: dist.ProcessGroup) -> None:
+    """In whole and in split backward passes and in pairs: only the first gradient of a weight is stored by itself."""
+    for name in ("1f1b", "zb1p", "dualpipev"):
+        schedule = schedule_on(name, dist.get_world_size(group))
+        pipeline = pipeline_of(schedule, whole_model(Quantized, schedule), group)
+        adds = Counter[bool]()
+        with pytest.MonkeyPatch.context() as record:
+            for gemm in ("scaled_matmul_nt", "grouped_wgrad"):
+                record.setattr(linear, gemm, partial(_counted, adds, getattr(linear, gemm)))
+            pipeline.step(*batch_of(Quantized, schedule))
+        assert adds[False] > 0
+        assert adds[True] == (schedule.n_micro_batches - 1) * adds[False]
+
+
+def _counted(adds: Counter[bool], gemm: Callable[..., Tensor], *operands: object, **settings: object) -> Tensor:
+    adds["accumulate" in settings] += 1
+    return gemm(*operands, **settings)
+
+
 def weight_gradients_of_torchs_layers_wait_for_their_passes(group: dist.ProcessGroup) -> None:
     schedule = schedule_on("zb1p", dist.get_world_size(group))
     pipeline = pipeline_of(schedule, whole_model(Plain, schedule), group)
@@ -555,6 +576,7 @@ ON_TWO = (
     *(what_does_not_fit_is_refused_on_all_ranks, frozen_parameters_have_copies_without_gradients),
     *(main_grads_of_several_steps_are_summed_once, an_input_that_requires_a_gradient_changes_no_message),
     *(weight_gradients_of_torchs_layers_wait_for_their_passes, a_captured_step_waits_for_no_rank),
+    gemms_add_to_the_gradients_of_earlier_micro_batches,
 )
 ON_FOUR = (
     *(evaluates, other_shapes_in_the_next_step, holds_no_more_activations_than_the_simulation),

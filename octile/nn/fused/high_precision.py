@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octile.nn.deferred_wgrad import parameters_of, run_or_defer
+from octile.nn.deferred_wgrad import main_grads_of, parameters_of, run_or_defer
 from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused.shared_quantization import Shared, compute_once
 from octile.nn.observer import ObservedGemm, has_gemm_observers, report_backward, report_fprop
@@ -69,7 +69,7 @@ def linear_forward(
     x, w = compute_once(shared, compute, lambda: x_TK.to(compute)), weight.to(compute).contiguous()
     x_has_gradient, w_has_gradient, *_ = ctx.needs_input_grad
     ctx.compute, ctx.x_dtype, ctx.w_dtype = compute, x_TK.dtype, weight.dtype
-    ctx.main_grad, ctx.parameters = getattr(weight, "main_grad", None), parameters_of((weight,))
+    ctx.main_grads, ctx.parameters = main_grads_of((weight,)), parameters_of((weight,))
     observed = has_gemm_observers() and (x_has_gradient or w_has_gradient)
     ctx.seen = report_fprop(weight, ObservedGemm("fprop", x_TK, offs=offs)) if observed else []
     y = row_invariant_groups_nt(x, w, offs, out_dtype) if batch_invariant else nt(x, w, offs, out_dtype)
@@ -89,8 +89,10 @@ def linear_backward(ctx: Any, saved: Sequence[Tensor | None], dy_TN: Tensor) -> 
         assert x is not None
         rows = x
         report_backward(ctx.seen, ObservedGemm("wgrad", dy_TN.mT, offs=offs))
-        settings = offs, ctx.w_dtype, ctx.main_grad
-        (dw,) = run_or_defer(ctx.parameters, lambda: [wgrad(dy, rows, *settings)])
+        settings = offs, ctx.w_dtype
+        (dw,) = run_or_defer(
+            ctx.parameters, ctx.main_grads, lambda main_grads: [wgrad(dy, rows, *settings, *main_grads)]
+        )
     return dx, dw
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octile.nn.deferred_wgrad import parameters_of, run_or_defer
+from octile.nn.deferred_wgrad import MainGrads, main_grads_of, parameters_of, run_or_defer
 from octile.nn.fused.linear import wgrad
 from octile.nn.fused.quantize import (
     QuantizedWeight,
@@ -125,7 +125,7 @@ class FusedLayers:
     def __init__(self, weights: Sequence[Tensor], needs_grad: Sequence[bool], s: Settings, shared: int = 1):
         self.settings, self.needs_grad = s, tuple(needs_grad)
         self.dtypes = [w.dtype for w in weights]
-        self.main_grads = [getattr(w, "main_grad", None) for w in weights]
+        self.main_grads = main_grads_of(weights)
         self.parameters = parameters_of(weights)
         self.observers: list[list[Backward]] = [[] for _ in weights]
         first = range(shared)
@@ -219,15 +219,16 @@ class FusedLayers:
             for value, (i, part) in zip(before().split(sizes, dim=-1), self._parts(gemm, dy.mT), strict=True):
                 report_backward(self.observers[i], ObservedGemm("wgrad", value.mT, part, x.mT, offs, tiles))
 
-        def compute() -> list[Tensor | None]:
-            if len(layers) > 1 and offs is None and all(self.main_grads[i] is None for i in layers):
+        def compute(main_grads: MainGrads) -> list[Tensor | None]:
+            if len(layers) > 1 and offs is None and all(main_grad is None for main_grad in main_grads):
                 dw = wgrad(dy, x, offs, self.dtypes[layers[0]], None)
                 assert dw is not None  # it has no main_grad
                 return list(dw.split(sizes))
-            parts = self._parts(gemm, dy.mT)
-            return [wgrad(part.mT, x, offs, self.dtypes[i], self.main_grads[i]) for i, part in parts]
+            parts = zip(self._parts(gemm, dy.mT), main_grads, strict=True)
+            return [wgrad(part.mT, x, offs, self.dtypes[i], main_grad) for (i, part), main_grad in parts]
 
-        return list(run_or_defer(self.parameters and [self.parameters[i] for i in layers], compute))
+        parameters = self.parameters and [self.parameters[i] for i in layers]
+        return list(run_or_defer(parameters, [self.main_grads[i] for i in layers], compute))
 
     def _parts(self, gemm: int, q: ScaledTensor) -> list[tuple[int, ScaledTensor]]:
         """Split the rows of an operand among the layers of a GEMM, with the number of each layer."""

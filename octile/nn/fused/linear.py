@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octile.nn.deferred_wgrad import parameters_of, run_or_defer
+from octile.nn.deferred_wgrad import main_grads_of, parameters_of, run_or_defer
 from octile.nn.delayed_scaling import AmaxHistory
 from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused import high_precision
@@ -138,7 +138,7 @@ class QuantizedLinear(torch.autograd.Function):
         ctx.save_for_backward(*saved_x, *saved_w, own_weight, high_precision_x, high_precision_w, offs)
         ctx.blocks = wgrad_x.block, None if dgrad_w is None else dgrad_w.block
         ctx.recipe, ctx.history, ctx.x_dtype, ctx.w_dtype = recipe, history, x_TK.dtype, weight.dtype
-        ctx.main_grad, ctx.parameters = getattr(weight, "main_grad", None), parameters_of((weight,))
+        ctx.main_grads, ctx.parameters = main_grads_of((weight,)), parameters_of((weight,))
         a, b = (x, weights.w) if "fprop" not in in_high_precision else (None, None)
         observed = has_gemm_observers() and (x_has_gradient or w_has_gradient)
         ctx.seen = report_fprop(weight, ObservedGemm("fprop", x_TK, a, b, offs)) if observed else []
@@ -174,12 +174,18 @@ class QuantizedLinear(torch.autograd.Function):
             offs, tiles = (offs, None) if groups is None else (groups.offs, groups.tiles)
             if ctx.seen:
                 report_backward(ctx.seen, ObservedGemm("wgrad", dy_TN.mT, wgrad_dy.mT, x.mT, offs, tiles))
-            settings = offs, ctx.w_dtype, ctx.main_grad
-            (dw,) = run_or_defer(ctx.parameters, lambda: [wgrad(wgrad_dy, x, *settings)])
+            settings = offs, ctx.w_dtype
+            (dw,) = run_or_defer(
+                ctx.parameters, ctx.main_grads, lambda main_grads: [wgrad(wgrad_dy, x, *settings, *main_grads)]
+            )
         elif w_has_gradient:
             report_backward(ctx.seen, ObservedGemm("wgrad", dy_TN.mT, offs=offs))
-            dy, settings = dy_TN.to(compute), (offs, ctx.w_dtype, ctx.main_grad)
-            (dw,) = run_or_defer(ctx.parameters, lambda: [high_precision.wgrad(dy, high_precision_x, *settings)])
+            dy, settings = dy_TN.to(compute), (offs, ctx.w_dtype)
+            (dw,) = run_or_defer(
+                ctx.parameters,
+                ctx.main_grads,
+                lambda main_grads: [high_precision.wgrad(dy, high_precision_x, *settings, *main_grads)],
+            )
         return dx, dw, None, None, None, None, None, None, None
 
 

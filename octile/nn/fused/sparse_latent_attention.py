@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from octile.kernels.cuda.attention.sparse_mla import LATENT, ROTARY
 from octile.kernels.cuda.gemm import request
-from octile.nn.deferred_wgrad import parameters_of, run_or_defer
+from octile.nn.deferred_wgrad import main_grads_of, parameters_of, run_or_defer
 from octile.nn.delayed_scaling import AmaxHistory
 from octile.nn.double_backward import first_derivative_only
 from octile.nn.functional import check_main_grad
@@ -187,8 +187,7 @@ class _SparseLatentAttention(torch.autograd.Function):
         ctx.save_for_backward(q_BSHX, rows_BSW, top_k_BSK, o_THC, lse_TH, *saved_weight)
         ctx.block = None if quantized is None else quantized.block
         ctx.settings, ctx.w_dtype = s, weight.dtype
-        ctx.main_grad = getattr(weight, "main_grad", None) if s.has_main_grad else None
-        ctx.parameters = parameters_of((weight,))
+        ctx.main_grads, ctx.parameters = main_grads_of((weight,)), parameters_of((weight,))
         return o_BSHV, weights_BSK
 
     @staticmethod
@@ -215,8 +214,12 @@ class _SparseLatentAttention(torch.autograd.Function):
             drows_BSW = drows_TW.to(rows_BSW.dtype).view(rows_BSW.shape)
         if ctx.needs_input_grad[2]:
             parts = (q_THX[..., : s.nope_dim], dq_THW[..., :c]), (do_THV, o_THC)
-            settings = s.compute, ctx.w_dtype, ctx.main_grad
-            (dw,) = run_or_defer(ctx.parameters, lambda: [_wgrad(parts, *settings)])
+            settings = s.compute, ctx.w_dtype
+            (dw,) = run_or_defer(
+                ctx.parameters,
+                ctx.main_grads,
+                lambda main_grads: [_wgrad(parts, *settings, main_grads[0] if s.has_main_grad else None)],
+            )
         return None if dq_THX is None else dq_THX.view(q_BSHX.shape), drows_BSW, dw, None, None
 
 
