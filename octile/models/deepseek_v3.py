@@ -304,7 +304,7 @@ class DeepseekV3(nn.Module):
     def _positions(self, tokens_BS: Tensor, texts: PackedTexts | None) -> tuple[CosSin] | tuple[CosSin, TextBorders]:
         """Return what layers get besides activations: cosines and sines, and the borders of packed texts."""
         if texts is None:
-            return (self.rope.cos_sin(torch.arange(tokens_BS.shape[1], device=tokens_BS.device)),)
+            return (self.rope.table(tokens_BS.shape[1], tokens_BS.device),)
         return self.rope.cos_sin(texts.positions().flatten()), texts.borders()
 
     def _loss(

@@ -81,7 +81,7 @@ class ModelStage(DeepseekV3):
         return self._loss(tokens_BS, tokens_BS, h_BSD, self._cos_sin(h_BSD), balance)
 
     def _cos_sin(self, x_BSD: Tensor) -> CosSin:
-        return self.rope.cos_sin(torch.arange(x_BSD.shape[1], device=x_BSD.device))
+        return self.rope.table(x_BSD.shape[1], x_BSD.device)
 
 
 def split_stages(model: DeepseekV3, stages: int | Sequence[range]) -> list[ModelStage]:

@@ -13,13 +13,31 @@ Sources: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071), DeepSeek-V3 (arXi
 Shapes: S positions, H heads, R rotary channels of a head.
 """
 
+from __future__ import annotations
+
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 CosSin = tuple[Tensor, Tensor]  # each [S, R/2] float32
+
+# rotary embedding, positions, device → table; None outside of `tables_once`
+_tables: ContextVar[dict[tuple[Rope, int, torch.device], CosSin] | None] = ContextVar("rotary tables", default=None)
+
+
+@contextmanager
+def tables_once() -> Iterator[None]:
+    """Context of several forward passes, in which `Rope.table` computes the table of a length once."""
+    token = _tables.set({})
+    try:
+        yield
+    finally:
+        _tables.reset(token)
 
 
 @dataclass(frozen=True)
@@ -49,6 +67,17 @@ class Rope:
         if size is None:
             size = self._sharpness(self.mscale) / self._sharpness(self.mscale_all_dim)
         return angle_SR.cos() * size, angle_SR.sin() * size
+
+    def table(self, length: int, device: torch.device) -> CosSin:
+        """Return `cos_sin` of the first `length` positions; inside `tables_once`, that of an earlier call."""
+        tables = None if torch.compiler.is_compiling() else _tables.get()
+        key = self, length, device
+        found = None if tables is None else tables.get(key)
+        if found is None:
+            found = self.cos_sin(torch.arange(length, device=device))
+            if tables is not None:
+                tables[key] = found
+        return found
 
     @property
     def softmax_factor(self) -> float:

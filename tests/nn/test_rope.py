@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octile.nn.fused.rotary import rotate
-from octile.nn.rope import Rope
+from octile.nn.interleave import run_interleaved
+from octile.nn.rope import Rope, tables_once
 
 V3 = Rope(64, factor=40.0, mscale=1.0, mscale_all_dim=1.0)
 
@@ -74,3 +75,14 @@ def test_without_truncation_pairs_are_interpolated_between_exact_numbers_of_rota
 def test_bfloat16_is_rotated_in_float32():
     x = torch.randn(7, 2, 8).bfloat16()
     assert torch.equal(rotated(x, range(7), Rope(8)), rotated(x.float(), range(7), Rope(8)).bfloat16())
+
+
+def test_a_table_is_computed_once_in_its_context_by_interleaved_passes_too():
+    cpu, found = torch.device("cpu"), []
+    with tables_once():
+        run_interleaved(*[lambda: found.append(V3.table(100, cpu))] * 2)
+        other = V3.table(99, cpu)
+    assert found[0] is found[1]
+    assert V3.table(100, cpu) is not found[0]
+    for length, table in ((100, found[0]), (99, other)):
+        assert all(map(torch.equal, table, V3.cos_sin(torch.arange(length))))

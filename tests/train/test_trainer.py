@@ -11,6 +11,7 @@ from octile.checkpoint.training import load_checkpoint, save_checkpoint
 from octile.lab.rollout import compare as compare_log_probs
 from octile.lab.rollout import roll_out
 from octile.models.flops import train_flops_per_token
+from octile.nn.rope import Rope
 from octile.ops.high_precision import REDUCED_PRECISION
 from octile.optim.state import load
 from octile.recipe import Recipe
@@ -45,6 +46,15 @@ def test_gradients_of_micro_batches_are_added_in_place(new_trainer, monkeypatch:
     added.step()
     for ours, theirs in zip(in_place.model.parameters(), added.model.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_micro_batches_of_a_step_share_rotary_tables(new_trainer, monkeypatch: pytest.MonkeyPatch):
+    trainer, tables, compute = new_trainer(micro_batches=2), [], Rope.cos_sin
+    monkeypatch.setattr(Rope, "cos_sin", lambda *arguments: tables.append(compute(*arguments)) or tables[-1])
+    trainer.step()
+    assert len(tables) == 1
+    trainer.step()
+    assert len(tables) == 2
 
 
 @every_recipe()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from octile.nn.delayed_scaling import end_step
+from octile.nn.rope import tables_once
 from octile.optim import AdamW, DynamicLossScale, clip_factor
 from octile.train.step.passes import Passes
 from octile.train.step.progress import Progress
@@ -84,7 +85,8 @@ class StepComputation:
         if self.is_ahead:
             strategy.begin_gather()
         load = strategy.no_load()
-        sums = strategy.losses(self._passes, tokens_BS, self.sequences, load)
+        with tables_once():  # of rotary embeddings, the same for all micro-batches
+            sums = strategy.losses(self._passes, tokens_BS, self.sequences, load)
         totals = torch.cat([sums, torch.stack([strategy.wants_stop, strategy.too_many_rows])])
         strategy.sum_over_ranks(totals, load)
         parameters = list(strategy.updated.parameters())
