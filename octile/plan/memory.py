@@ -96,11 +96,9 @@ def memory_of_rank(
     if layout.optimizer == "muon":
         matrices = routed / (dp // layout.ep) + (quantized + held_projection(c, own)) / dp
         moments -= (MOMENT_BYTES - MATRIX_MOMENT_BYTES) * matrices
-    stores = layout.masters == "replicated" and schedule.n_micro_batches > 1 and layout.stages * dp > 1
-    passes = {}
-    for stage in schedule.stages(rank):
-        in_fp8 = sum(held_parameters(c, layout, [stages[stage]])[:2])
-        passes[stage] = pass_bytes(c, layout, stages[stage], GRADIENT_BYTES * in_fp8 if stores else 0.0)
+    # where GEMMs do not add to gradients: hooks of data-parallel ranks, but for pipelines, take each one as it is ready
+    stores = layout.masters == "replicated" and schedule.n_micro_batches > 1 and layout.stages == 1 < dp
+    passes = {stage: pass_bytes(c, layout, stages[stage], stores) for stage in schedule.stages(rank)}
     activations, working = most_in_passes(schedule, rank, passes, exchanges=layout.ep > 1)
     working += message_bytes(c, layout, schedule, rank)
     if layout.optimizer == "muon":

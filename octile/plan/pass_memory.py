@@ -29,8 +29,7 @@ class PassBytes(NamedTuple):
         saved, logits: between the forward and the backward pass.
         backward: at most during a backward pass, of the activations, and in all.
         input_gradient: the same if it defers weight gradients.
-        deferred: between the input gradient and the weight gradients.
-        weight_gradient: at most during the weight gradients.
+        deferred: between the input gradient and the weight gradients, whose operands are freed one after the other.
     """
 
     saved: float
@@ -38,28 +37,25 @@ class PassBytes(NamedTuple):
     backward: tuple[float, float]
     input_gradient: tuple[float, float]
     deferred: float
-    weight_gradient: float
 
 
-def pass_bytes(c: ModelConfig, layout: Layout, stage: Stage, stored_gradients: float) -> PassBytes:
+def pass_bytes(c: ModelConfig, layout: Layout, stage: Stage, stores_gradients: bool) -> PassBytes:
     """The bytes of a stage's passes.
 
     Args:
         c, layout, stage: what is planned.
-        stored_gradients: bytes of the weight gradients of a micro-batch, of weights in FP8, if they are stored alone
-            before they are added; 0 if GEMMs add to those of the micro-batches before.
+        stores_gradients: whether a micro-batch's weight gradients are stored alone, and then added; otherwise GEMMs add
+            to those of the micro-batches before.
     """
     alike = {(part.layers, part.mixtures, part.heads): part for part in stage.parts}  # whose steps are the same
-    own = {key: tuple(_steps(c, layout, part, stored_gradients > 0)) for key, part in alike.items()}
+    own = {key: tuple(_steps(c, layout, part, stores_gradients)) for key, part in alike.items()}
     steps = [step for part in stage.parts for step in own[part.layers, part.mixtures, part.heads]]
-    deferred = sum(step.deferred for step in steps)
     return PassBytes(
         sum(step.saved for step in steps),
         sum(step.logits for step in steps),
         _most_in_backward(steps, defers=False),
         _most_in_backward(steps, defers=True),
-        deferred,
-        max(deferred, stored_gradients),  # operands are freed one after the other, gradients are added at the end
+        sum(step.deferred for step in steps),
     )
 
 
@@ -83,8 +79,8 @@ def most_in_passes(
                 held, logits = held + own.saved, logits + own.logits
                 now = held, held + logits
             elif kind == ActionType.BACKWARD_WEIGHT:
+                now = held, held + logits
                 held -= own.deferred
-                now = held + own.deferred, held + logits + own.weight_gradient
             else:
                 held, logits = held - own.saved, logits - own.logits
                 is_full = kind == ActionType.FULL_BACKWARD

@@ -70,8 +70,8 @@ def test_each_kind_of_memory_of_data_parallel_ranks(masters, everywhere, shared)
     stages = make_stages(TOY, layout, cluster)
     routed, quantized, rest = held_parameters(TOY, layout, stages)
     assert routed == 4 * 16 * EXPERT / 4
-    stored = FP32 * (routed + quantized) if masters == "replicated" else 0  # of the second micro-batch
-    activations, in_all = pass_bytes(TOY, layout, stages[0], stored).backward
+    stores = masters == "replicated"  # gradients of the second micro-batch
+    activations, in_all = pass_bytes(TOY, layout, stages[0], stores).backward
     found = memory_by_kind(TOY, layout, cluster, layout.make_schedule(cluster), stages)
     assert found == pytest.approx(
         {
@@ -141,7 +141,7 @@ def test_the_rank_that_needs_most_counts():
         routed, quantized, rest = held_parameters(plain, layout, [stage])
         weights = (BF16 + FP32) * (routed + quantized + rest) + 2 * FP8 * (routed + quantized)
         moments = 8 * (routed / 4 + (quantized + rest) / 16)
-        passes = pass_bytes(plain, layout, stage, 0)
+        passes = pass_bytes(plain, layout, stage, stores_gradients=False)
         messages = 2 * 32 * BF16 * 256  # rank 0 sends activations, rank 1 gradients
         earlier = passes.saved + passes.logits if rank == 0 else 0  # rank 0 has two micro-batches
         totals.append(weights + moments + earlier + passes.backward[1] + messages)

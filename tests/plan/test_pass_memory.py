@@ -17,6 +17,7 @@ from octile.models.stages import split_stages
 from octile.nn.conversion import apply_recipe
 from octile.nn.deferred_wgrad import DeferrableLinears, DeferredWgrads, defer_wgrads
 from octile.ops.planning import planned_kernels
+from octile.optim.gradient import added_in_place
 from octile.parallel.schedules import make_schedule
 from octile.plan.hardware import read_cluster
 from octile.plan.layout import Layout
@@ -131,9 +132,7 @@ def test_attention_takes_its_result_gradients_and_recomputed_queries_keys_and_va
     assert attention_bytes(TOY, LAYOUT) == kept + TOKENS * BF16 * 4 * (48 + 48 + 72)
 
 
-STAGE = PassBytes(
-    saved=10, logits=3, backward=(10, 18), input_gradient=(12, 19), deferred=4, weight_gradient=6
-)  # of each stage
+STAGE = PassBytes(saved=10, logits=3, backward=(10, 18), input_gradient=(12, 19), deferred=4)  # of each stage
 
 
 @pytest.mark.parametrize(
@@ -150,8 +149,8 @@ def test_a_rank_holds_activations_and_logits_of_several_micro_batches(schedule, 
 
 
 def test_operands_of_deferred_weight_gradients_stay_until_these_are_computed():
-    large = STAGE._replace(deferred=100)  # rank 1 has them while it passes the next micro-batch back
-    assert most_in_passes(make_schedule("zb1p", 2, 4), 1, {1: large}, exchanges=False) == (100 + 12, 7)
+    large = STAGE._replace(deferred=100)  # rank 1 has passed two micro-batches back when it computes those of the first
+    assert most_in_passes(make_schedule("zb1p", 2, 4), 1, {1: large}, exchanges=False) == (2 * 100, 0)
 
 
 def test_passes_of_a_pair_run_at_the_same_time_only_where_they_exchange_rows():
@@ -187,9 +186,13 @@ class TensorsOnGpu(LiveTensors):
 
 
 def run_stage(
-    c: ModelConfig, layout: Layout, layers: list[range], number: int, defers: bool
+    c: ModelConfig, layout: Layout, layers: list[range], number: int, stores: bool, defers: bool
 ) -> tuple[float, float, float]:
     """Pass a micro-batch through a stage on the meta device, as on an H100.
+
+    Args:
+        stores: whether its weight gradients are stored alone, and then added.
+        defers: whether they are computed after the backward pass.
 
     Returns:
         Bytes between both passes, at most in the backward pass, and after it besides gradients.
@@ -217,7 +220,8 @@ def run_stage(
             with TensorsOnGpu([*model.state_dict().values(), *stored]) as live:
                 edges = forward()
                 saved = live.now
-                with deferring() as deferred:
+                adding = nullcontext() if stores else added_in_place(stage.parameters())
+                with deferring() as deferred, adding:
                     torch.autograd.backward(
                         edges, None if stage.is_last else [gradient, torch.empty((), device="meta")]
                     )
@@ -234,13 +238,15 @@ MIXED = replace(ModelConfig.small(), num_hidden_layers=3)
 
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("number", [0, 1], ids=["first", "last"])
-@pytest.mark.parametrize("defers", [False, True], ids=["full", "deferred"])
-def test_passes_take_what_their_tensors_take_within_8_percent(number, recompute, defers):
+@pytest.mark.parametrize(
+    ("stores", "defers"), [(True, False), (False, False), (False, True)], ids=["stored", "added", "deferred"]
+)
+def test_passes_take_what_their_tensors_take_within_8_percent(number, recompute, stores, defers):
     layout = Layout(pp=2, batch_size=256, micro_batch_size=16, sequence_length=1024, recompute=recompute)
     layers = [range(2), range(2, 3)]
     stages = make_stages(MIXED, layout, replace(read_cluster("h100_8"), gpus=2), layers)
-    saved, peak, after = run_stage(MIXED, layout, layers, number, defers)
-    found = pass_bytes(MIXED, layout, stages[number], stored_gradients=1.0)
+    saved, peak, after = run_stage(MIXED, layout, layers, number, stores, defers)
+    found = pass_bytes(MIXED, layout, stages[number], stores)
     assert found.saved + found.logits == pytest.approx(saved, rel=0.08)
     assert (found.input_gradient if defers else found.backward)[1] == pytest.approx(peak, rel=0.08)
     if defers:

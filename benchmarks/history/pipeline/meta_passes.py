@@ -4,13 +4,14 @@
 
 Modules take the paths of an H100 (`octile.ops.planning`). Of each rank all actions run in their order, with buffers for
 what is received and what is sent. A pair's backward pass runs first, as without exchanges of rows. Weights and moments
-are added. Memory inside operators, such as workspaces of GEMMs, is not seen.
+are added. Memory inside operators, such as workspaces of GEMMs, is not seen. As in those runs, weight gradients of a
+micro-batch are stored alone and then added; after that the peak if GEMMs add them in place, as they do since.
 """
 
 import re
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from octile.models.stages import split_stages
 from octile.nn.conversion import apply_recipe
 from octile.nn.deferred_wgrad import DeferrableLinears, defer_wgrads
 from octile.ops.planning import planned_kernels
+from octile.optim.gradient import added_in_place
 from octile.parallel.schedules import SENDS_IN_FLIGHT, ActionType, add_communication, make_schedule, parts
 from octile.train.config import preset
 from octile.train.memory.cpu import LiveTensors
@@ -62,7 +64,7 @@ class Tensors(LiveTensors):
         return returned
 
 
-def peak(name: str, schedule_name: str, layers: Sequence[int], rank: int, saves: bool) -> int:
+def peak(name: str, schedule_name: str, layers: Sequence[int], rank: int, saves: bool, in_place: bool) -> int:
     """The bytes of a rank's step when they are most."""
     config = preset(name)
     recipe = saving_activations(run_recipe(config)) if saves else run_recipe(config)
@@ -96,9 +98,13 @@ def peak(name: str, schedule_name: str, layers: Sequence[int], rank: int, saves:
         edges = [get_gradient_edge(t) for t in outputs if t.requires_grad]
         saved[stage, number] = [t for t in inputs if t.requires_grad], edges
 
+    def adding(stage: int) -> AbstractContextManager[None]:
+        return added_in_place(own[stage].parameters()) if in_place else nullcontext()
+
     def backward(stage: int, number: int) -> None:
         inputs, edges = saved.pop((stage, number))
-        torch.autograd.backward(edges, None if stage == last else gradients.pop((stage, number))[: len(edges)])
+        with adding(stage):
+            torch.autograd.backward(edges, None if stage == last else gradients.pop((stage, number))[: len(edges)])
         if stage - 1 in own:
             gradients[stage - 1, number] = [t.grad for t in inputs]
         elif stage > 0:
@@ -121,7 +127,8 @@ def peak(name: str, schedule_name: str, layers: Sequence[int], rank: int, saves:
                 elif kind == ActionType.FORWARD:
                     forward(stage, number)
                 elif kind == ActionType.BACKWARD_WEIGHT:
-                    wgrads.pop((stage, number)).compute()
+                    with adding(stage):
+                        wgrads.pop((stage, number)).compute()
                 elif kind == ActionType.BACKWARD_INPUT:
                     with defer_wgrads() as wgrads[stage, number]:
                         backward(stage, number)
@@ -136,6 +143,11 @@ for name in ("small", "medium"):
     for phase, rank, given, measured, before, saves in sorted(LINE.findall(text)):
         layers = [int(n) for n in given.split(",")] if given else [preset(name).model.num_hidden_layers]
         own_rank = 0 if phase in SCHEDULES else int(rank)
-        found = peak(name, SCHEDULES.get(phase, phase), layers, own_rank, saves == "True") / GIB
+        step = name, SCHEDULES.get(phase, phase), layers, own_rank, saves == "True"
+        found, added = (peak(*step, in_place) / GIB for in_place in (False, True))
         here = float(measured) - float(before)
-        print(f"{name} {phase}, rank {rank}: {found:.2f} GiB, measured {here:.2f}, {found / here - 1:+.1%}", flush=True)
+        print(
+            f"{name} {phase}, rank {rank}: {found:.2f} GiB, measured {here:.2f}, {found / here - 1:+.1%}; "
+            f"added in place {added:.2f}",
+            flush=True,
+        )
