@@ -53,9 +53,19 @@ class DeferredWgrads:
                 if dw is not None:
                     before = found.get(id(weight))
                     found[id(weight)] = weight, dw if before is None else before[1] + dw
-        if found:
-            every = [weight for weight, _ in found.values()]
-            torch.autograd.backward(every, [dw.to(weight.dtype) for weight, dw in found.values()])
+            del compute  # and the operands with it
+        while found:
+            _add_to_grad(*found.popitem()[1])
+
+
+def _add_to_grad(weight: Tensor, dw: Tensor) -> None:
+    """Add dw to `.grad` as autograd does, which would copy the first gradient, since the caller has it, too."""
+    dw = dw.to(weight.dtype)
+    is_as_grad = dw.stride() == weight.stride() and dw.dtype == weight.grad_dtype
+    if weight.grad is None and is_as_grad and _can_wait(weight):
+        weight.grad = dw
+    else:
+        torch.autograd.backward([weight], [dw])
 
 
 _deferred: DeferredWgrads | None = None  # for all threads: autograd runs a GPU's backward passes in one of its own

@@ -152,3 +152,27 @@ def test_hooks_of_a_weight_see_its_gradient_once():
     backward([layer(torch.randn(5, 64)).sum()], deferred=True)
     assert len(seen) == 1
     assert torch.equal(seen[0], layer.weight.grad)
+
+
+def test_a_hook_that_a_weight_gets_after_the_forward_pass_is_called_for_its_gradient():
+    layer, seen = Linear(64, 64), []
+    loss = layer(torch.randn(5, 64)).sum()
+    layer.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad))
+    backward([loss], deferred=True)
+    assert seen[-1] is not None
+
+
+def test_a_first_gradient_has_the_strides_of_its_weight():
+    layer = nn.Linear(40, 30)
+    layer.weight = nn.Parameter(torch.randn(40, 30).mT)
+    with DeferrableLinears():
+        loss = layer(torch.randn(7, 40)).sum()
+    backward([loss], deferred=True)
+    assert layer.weight.grad.stride() == layer.weight.stride() == (1, 30)
+
+
+def test_a_first_gradient_has_the_dtype_that_its_weight_asks_for():
+    layer = Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    layer.weight.grad_dtype = torch.float32
+    backward([layer(torch.randn(5, 64).bfloat16()).sum()], deferred=True)
+    assert layer.weight.grad.dtype == torch.float32
