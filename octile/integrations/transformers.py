@@ -28,12 +28,13 @@ from torch import Tensor, nn
 
 from octile.nn.delayed_scaling import AmaxHistory
 from octile.nn.dispatcher import LocalDispatcher
-from octile.nn.functional import check_main_grad, result_dtype
+from octile.nn.functional import result_dtype
 from octile.nn.fused.block_input import quantize_block_input
 from octile.nn.fused.elementwise import swiglu
 from octile.nn.fused.feed_forward import Routed, can_fuse_size, experts_feed_forward
 from octile.nn.linear import RecipeHolder, history_for
 from octile.nn.made_class import MadeClass, make_subclass
+from octile.nn.main_grad import check_main_grad
 from octile.nn.moe import expert_of_rows, experts_layers
 from octile.nn.structure import is_swiglu
 from octile.ops.permute import count_tokens

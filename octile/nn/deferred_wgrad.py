@@ -27,9 +27,9 @@ from torch.overrides import TorchFunctionMode
 
 from octile.nn.double_backward import first_derivative_only
 from octile.nn.gathered_weight import GatheredWeight
+from octile.nn.main_grad import MainGrads, main_grads_of
 
-MainGrads = Sequence[Tensor | None]
-Wgrads = Callable[[MainGrads], Sequence[Tensor | None]]
+Wgrads = Callable[[], Sequence[Tensor | None]]
 
 
 class DeferredWgrads:
@@ -49,7 +49,7 @@ class DeferredWgrads:
         pending, self._pending = self._pending[::-1], []
         while pending:
             weights, compute = pending.pop()
-            for weight, dw in zip(weights, compute(main_grads_of(weights)), strict=True):
+            for weight, dw in zip(weights, compute(), strict=True):
                 if dw is not None:
                     before = found.get(id(weight))
                     found[id(weight)] = weight, dw if before is None else before[1] + dw
@@ -97,12 +97,9 @@ def _can_wait(weight: Tensor) -> bool:
     return weight.is_leaf and not has_hooks and not isinstance(weight, GatheredWeight)
 
 
-def main_grads_of(weights: Sequence[Tensor]) -> MainGrads:
-    """Return the buffer `main_grad` of each weight, or None where it has none."""
-    return [getattr(weight, "main_grad", None) for weight in weights]
-
-
-def run_or_defer(parameters: Sequence[Tensor], main_grads: MainGrads, compute: Wgrads) -> Sequence[Tensor | None]:
+def run_or_defer(
+    parameters: Sequence[Tensor], main_grads: MainGrads, compute: Callable[[MainGrads], Sequence[Tensor | None]]
+) -> Sequence[Tensor | None]:
     """Return the weight gradients, or None for each inside `defer_wgrads`.
 
     They are added to the `main_grad` that a weight has when its gradient is computed. In a pipeline the forward pass
@@ -110,13 +107,20 @@ def run_or_defer(parameters: Sequence[Tensor], main_grads: MainGrads, compute: W
 
     Args:
         parameters: what `parameters_of` returned for the weights.
-        main_grads: those of the weights in the forward pass, used where gradients cannot be deferred.
+        main_grads: those of the weights in the forward pass, used where gradients cannot be deferred; empty for layers
+            that ignore them.
         compute: given the weights' main_grads, computes the gradient of each, in the dtype in which a backward pass
             adds those of several uses; None where it was added to main_grad.
+
+    Raises:
+        TypeError, ValueError: as `check_main_grad`, of a main_grad that a weight got after the forward pass.
     """
+    uses_main_grads = parameters and main_grads
     if _deferred is None or not parameters:
-        return compute(main_grads_of(parameters) if parameters else main_grads)
-    _deferred._pending.append((parameters, compute))
+        return compute(main_grads_of(parameters) if uses_main_grads else main_grads)
+    _deferred._pending.append(
+        (parameters, lambda: compute(main_grads_of(parameters) if uses_main_grads else main_grads))
+    )
     return [None for _ in parameters]
 
 

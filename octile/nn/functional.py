@@ -19,6 +19,7 @@ from octile.nn.fused.high_precision import HighPrecisionLinear
 from octile.nn.fused.layers import check_operands, is_dtensor
 from octile.nn.fused.linear import QuantizedLinear
 from octile.nn.fused.shared_quantization import shared_by_layers
+from octile.nn.main_grad import check_main_grad
 from octile.nn.weight_cache import can_cache
 from octile.ops.matmul import check_sizes
 from octile.ops.quantize import INPUT_DTYPES
@@ -126,17 +127,6 @@ def _cached_and_dgrad(x: Tensor, weight: Tensor, recipe: Recipe) -> tuple[bool, 
     assert recipe.formats is not None
     needs_dgrad = torch.is_grad_enabled() and x.requires_grad
     return can_cache(weight, recipe.formats.w, needs_dgrad), needs_dgrad
-
-
-def check_main_grad(weight: Tensor) -> None:
-    """Raise TypeError or ValueError if a weight has a buffer `main_grad` that is no float32 of its shape and device."""
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is not None and main_grad.dtype != torch.float32:
-        raise TypeError(f"weight.main_grad must be float32, not {main_grad.dtype}")
-    if main_grad is not None and main_grad.shape != weight.shape:
-        raise ValueError(f"weight.main_grad must be {list(weight.shape)} as weight, not {list(main_grad.shape)}")
-    if main_grad is not None and main_grad.device != weight.device:
-        raise ValueError(f"weight is on {weight.device} but weight.main_grad on {main_grad.device}")
 
 
 def _check(x: Tensor, weight: Tensor, recipe: Recipe | None, history: AmaxHistory | None, weight_dims: int) -> None:

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octile.nn.deferred_wgrad import parameters_of
 from octile.nn.double_backward import first_derivative_only
+from octile.nn.fused.high_precision import into_main_grad
+from octile.nn.main_grad import main_grads_of
 from octile.ops.quantize import round_up_to_power_of_2
 
 MAX_POWER_OF_2 = 2.0**127  # in FP32
@@ -35,7 +38,7 @@ class _ScaleColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(scale)
-        ctx.dtype, ctx.main_grad = weight.dtype, getattr(weight, "main_grad", None)
+        ctx.dtype, ctx.main_grads, ctx.parameters = weight.dtype, main_grads_of((weight,)), parameters_of((weight,))
         return weight.float() * scale
 
     @staticmethod
@@ -43,7 +46,5 @@ class _ScaleColumns(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None]:
         (scale,) = ctx.saved_tensors
         dw = dy * scale
-        if ctx.main_grad is None:
-            return dw.to(ctx.dtype), None
-        ctx.main_grad.add_(dw)
-        return None, None
+        (main_grad,) = main_grads_of(ctx.parameters) or ctx.main_grads  # see `run_or_defer`
+        return into_main_grad(dw, ctx.dtype, main_grad), None

@@ -81,8 +81,8 @@ def test_a_table_is_computed_once_in_its_context_by_interleaved_passes_too():
     cpu, found = torch.device("cpu"), []
     with tables_once():
         run_interleaved(*[lambda: found.append(V3.table(100, cpu))] * 2)
-        other = V3.table(99, cpu)
+        other, unscaled = V3.table(99, cpu), Rope(64).table(100, cpu)
     assert found[0] is found[1]
     assert V3.table(100, cpu) is not found[0]
-    for length, table in ((100, found[0]), (99, other)):
-        assert all(map(torch.equal, table, V3.cos_sin(torch.arange(length))))
+    for rope, length, table in ((V3, 100, found[0]), (V3, 99, other), (Rope(64), 100, unscaled)):
+        assert all(map(torch.equal, table, rope.cos_sin(torch.arange(length))))

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octile.nn.deferred_wgrad import main_grads_of, parameters_of, run_or_defer
+from octile.nn.deferred_wgrad import parameters_of, run_or_defer
 from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused.shared_quantization import Shared, compute_once
+from octile.nn.main_grad import main_grads_of
 from octile.nn.observer import ObservedGemm, has_gemm_observers, report_backward, report_fprop
 from octile.ops.high_precision import high_precision_grouped_nt, high_precision_grouped_tn
 from octile.ops.matmul import without_autocast

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octile.nn.deferred_wgrad import MainGrads, main_grads_of, parameters_of, run_or_defer
+from octile.nn.deferred_wgrad import parameters_of, run_or_defer
 from octile.nn.fused.linear import wgrad
 from octile.nn.fused.quantize import (
     QuantizedWeight,
@@ -27,6 +27,7 @@ from octile.nn.fused.quantize import (
     split_rows,
     why_not_join_weights,
 )
+from octile.nn.main_grad import MainGrads, main_grads_of
 from octile.nn.observer import Backward, ObservedGemm, has_gemm_observers, report_backward, report_fprop
 from octile.nn.weight_cache import can_cache
 from octile.ops.groups import AlignedGroups

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octile.nn.deferred_wgrad import main_grads_of, parameters_of, run_or_defer
+from octile.nn.deferred_wgrad import parameters_of, run_or_defer
 from octile.nn.delayed_scaling import AmaxHistory
 from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused import high_precision
@@ -32,6 +32,7 @@ from octile.nn.fused.quantize import (
     requantize,
 )
 from octile.nn.fused.shared_quantization import Shared, compute_once
+from octile.nn.main_grad import main_grads_of
 from octile.nn.observer import ObservedGemm, has_gemm_observers, report_backward, report_fprop
 from octile.ops.grouped import grouped_matmul_nt
 from octile.ops.groups import AlignedGroups

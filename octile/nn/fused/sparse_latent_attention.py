@@ -30,15 +30,15 @@ from torch import Tensor, nn
 
 from octile.kernels.cuda.attention.sparse_mla import LATENT, ROTARY
 from octile.kernels.cuda.gemm import request
-from octile.nn.deferred_wgrad import main_grads_of, parameters_of, run_or_defer
+from octile.nn.deferred_wgrad import parameters_of, run_or_defer
 from octile.nn.delayed_scaling import AmaxHistory
 from octile.nn.double_backward import first_derivative_only
-from octile.nn.functional import check_main_grad
 from octile.nn.fused.fusion import has_hooks
 from octile.nn.fused.high_precision import into_main_grad
 from octile.nn.fused.quantize import quantize_weight
 from octile.nn.gathered_weight import GatheredWeight, gathered
 from octile.nn.linear import Linear
+from octile.nn.main_grad import check_main_grad, main_grads_of
 from octile.nn.weight_cache import can_cache
 from octile.ops.matmul import without_autocast
 from octile.ops.operator import PLAIN_TENSORS
@@ -187,7 +187,8 @@ class _SparseLatentAttention(torch.autograd.Function):
         ctx.save_for_backward(q_BSHX, rows_BSW, top_k_BSK, o_THC, lse_TH, *saved_weight)
         ctx.block = None if quantized is None else quantized.block
         ctx.settings, ctx.w_dtype = s, weight.dtype
-        ctx.main_grads, ctx.parameters = main_grads_of((weight,)), parameters_of((weight,))
+        ctx.main_grads = main_grads_of((weight,)) if s.has_main_grad else ()
+        ctx.parameters = parameters_of((weight,))
         return o_BSHV, weights_BSK
 
     @staticmethod
@@ -216,9 +217,7 @@ class _SparseLatentAttention(torch.autograd.Function):
             parts = (q_THX[..., : s.nope_dim], dq_THW[..., :c]), (do_THV, o_THC)
             settings = s.compute, ctx.w_dtype
             (dw,) = run_or_defer(
-                ctx.parameters,
-                ctx.main_grads,
-                lambda main_grads: [_wgrad(parts, *settings, main_grads[0] if s.has_main_grad else None)],
+                ctx.parameters, ctx.main_grads, lambda main_grads: [_wgrad(parts, *settings, *main_grads)]
             )
         return None if dq_THX is None else dq_THX.view(q_BSHX.shape), drows_BSW, dw, None, None
 
@@ -271,7 +270,7 @@ def _bmm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
 
 
 def _wgrad(
-    parts: tuple[tuple[Tensor, Tensor], ...], compute: torch.dtype, dtype: torch.dtype, main_grad: Tensor | None
+    parts: tuple[tuple[Tensor, Tensor], ...], compute: torch.dtype, dtype: torch.dtype, main_grad: Tensor | None = None
 ) -> Tensor | None:
     """Return the gradient of w_kv [H·(N + V), C] in dtype, or None if it was added to main_grad.
 

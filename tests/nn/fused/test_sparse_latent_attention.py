@@ -5,6 +5,7 @@ Shapes: B batch, S sequence, H heads, N and R channels of a key, V of a value, C
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -169,6 +170,19 @@ def test_main_grad_adds_micro_batches_in_fp32(dtype: torch.dtype):
     assert w.weight.grad is None
     assert relative_errors([w.weight.main_grad], [2 * expected])[0] < 2**-7
     assert not torch.equal(w.weight.main_grad, w.weight.main_grad.bfloat16().float())
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_main_grad_that_the_weight_gets_after_the_forward_pass_is_added_to(deferred: bool):
+    expected, (q, rows, top_k), w = gradients(*inputs(), layer("bf16"))[3], inputs(), layer("bf16")
+    o = attend(q, rows, top_k, w)
+    w.weight.main_grad = torch.zeros(w.weight.shape)
+    with defer_wgrads() if deferred else nullcontext() as wgrads:
+        o.backward(gradient_of_o(q))
+    if wgrads is not None:
+        wgrads.compute()
+    assert w.weight.grad is None
+    assert torch.equal(w.weight.main_grad, expected)
 
 
 def test_main_grad_of_torchs_linear_layer_is_ignored():
