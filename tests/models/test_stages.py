@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from octile.models.stages import split_stages, with_stages
+from octile.nn.rope import Rope, tables_once
 from tests.models.conftest import MINI_V2, MINI_V3, build
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -39,6 +40,15 @@ def test_the_loss_in_evaluation_is_that_of_the_model():
     model, tokens_BS = build(MINI_V3).eval(), tokens()
     first, last = split_stages(model, 2)
     assert torch.equal(last.loss(*last(*first(tokens_BS)), tokens_BS), model(tokens_BS, tokens_BS))
+
+
+def test_stages_and_their_loss_share_rotary_tables(monkeypatch: pytest.MonkeyPatch):
+    tables, compute, tokens_BS = [], Rope.cos_sin, tokens()
+    monkeypatch.setattr(Rope, "cos_sin", lambda *arguments: tables.append(compute(*arguments)) or tables[-1])
+    first, last = split_stages(build(MINI_V3), 2)
+    with tables_once():
+        last.loss(*last(*first(tokens_BS)), tokens_BS)
+    assert len(tables) == 1
 
 
 def test_stages_have_the_parameters_of_the_model_under_their_names_and_share_the_embedding():
