@@ -96,8 +96,9 @@ def memory_of_rank(
     if layout.optimizer == "muon":
         matrices = routed / (dp // layout.ep) + (quantized + held_projection(c, own)) / dp
         moments -= (MOMENT_BYTES - MATRIX_MOMENT_BYTES) * matrices
-    # where GEMMs do not add to gradients: hooks of data-parallel ranks, but for pipelines, take each one as it is ready
-    stores = layout.masters == "replicated" and schedule.n_micro_batches > 1 and layout.stages == 1 < dp
+    # data-parallel ranks without a pipeline store each micro-batch's gradients alone, since hooks read them
+    hooked = layout.stages == 1 and dp > 1
+    stores = layout.masters == "replicated" and schedule.n_micro_batches > 1 and hooked
     passes = {stage: pass_bytes(c, layout, stages[stage], stores) for stage in schedule.stages(rank)}
     activations, working = most_in_passes(schedule, rank, passes, exchanges=layout.ep > 1)
     working += message_bytes(c, layout, schedule, rank)

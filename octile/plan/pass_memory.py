@@ -44,8 +44,9 @@ def pass_bytes(c: ModelConfig, layout: Layout, stage: Stage, stores_gradients: b
 
     Args:
         c, layout, stage: what is planned.
-        stores_gradients: whether a micro-batch's weight gradients are stored alone, and then added; otherwise GEMMs add
-            to those of the micro-batches before.
+        stores_gradients: whether a micro-batch's weight gradients, those of octile's linear layers and experts, are
+            stored alone, and then added; otherwise GEMMs add to those of the micro-batches before. Those of torch's
+            layers, such as the head, are stored alone in either case, and not counted.
     """
     alike = {(part.layers, part.mixtures, part.heads): part for part in stage.parts}  # whose steps are the same
     own = {key: tuple(_steps(c, layout, part, stores_gradients)) for key, part in alike.items()}

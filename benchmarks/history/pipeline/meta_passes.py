@@ -5,7 +5,8 @@
 Modules take the paths of an H100 (`octile.ops.planning`). Of each rank all actions run in their order, with buffers for
 what is received and what is sent. A pair's backward pass runs first, as without exchanges of rows. Weights and moments
 are added. Memory inside operators, such as workspaces of GEMMs, is not seen. As in those runs, weight gradients of a
-micro-batch are stored alone and then added; after that the peak if GEMMs add them in place, as they do since.
+micro-batch are stored alone and then added. The last figure of a line is the peak where GEMMs add them in place, as
+they do since.
 """
 
 import re
