@@ -234,13 +234,7 @@ def heads_nt_out(out: Tensor, x: Tensor, w: Tensor) -> None:
         TypeError: a dtype is another one.
         ValueError: shapes or devices do not fit together.
     """
-    _check_heads(x, w)
-    expected = *x.shape[:2], w.shape[1]
-    if out.dtype != x.dtype:
-        raise TypeError(f"out must be {x.dtype} as x, not {out.dtype}")
-    if out.shape != expected:
-        raise ValueError(f"out must be {expected}, not {tuple(out.shape)}")
-    check_device("x", x, "out", out)
+    _check_out(out, x, w)
     torch.bmm(x.transpose(0, 1), w.mT, out=out.transpose(0, 1))
 
 
@@ -251,6 +245,7 @@ def _(out, x, w):
 
 @heads_nt_out.register_kernel("cuda")
 def _(out, x, w):
+    _check_out(out, x, w)
     if _has_few_rows(x):
         from octile.kernels.triton import heads as kernel  # late: a machine without a GPU has no Triton
 
@@ -287,6 +282,7 @@ def _(x, w, power_of_2):
 
 @heads_nt_quantize.register_kernel("cuda")
 def _(x, w, power_of_2):
+    _check_heads(x, w)
     if _has_few_rows(x):
         from octile.kernels.triton import heads as kernel
 
@@ -306,3 +302,13 @@ def _check_heads(x: Tensor, w: Tensor) -> None:
     if x.dim() != 3 or w.dim() != 3 or (x.shape[1], x.shape[2]) != (w.shape[0], w.shape[2]):
         raise ValueError(f"x and w must be [T, H, K] and [H, N, K], not {tuple(x.shape)} and {tuple(w.shape)}")
     check_device("x", x, "w", w)
+
+
+def _check_out(out: Tensor, x: Tensor, w: Tensor) -> None:
+    _check_heads(x, w)
+    expected = *x.shape[:2], w.shape[1]
+    if out.dtype != x.dtype:
+        raise TypeError(f"out must be {x.dtype} as x, not {out.dtype}")
+    if out.shape != expected:
+        raise ValueError(f"out must be {expected}, not {tuple(out.shape)}")
+    check_device("x", x, "out", out)

@@ -64,3 +64,11 @@ X, W, OUT = torch.ones(5, 3, 24), torch.ones(3, 40, 24), torch.ones(5, 3, 40)
 def test_errors_name_the_argument(out, x, w, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         heads_nt_out(out, x, w)
+    with pytest.raises(error, match=message.split("|")[0]):  # before any work on a GPU, too
+        heads_nt_out.kernels["cuda"](out, x, w)
+
+
+def test_errors_of_quantized_products_name_the_argument():
+    for call in (heads_nt_quantize, heads_nt_quantize.kernels["cuda"]):
+        with pytest.raises(ValueError, match="x and w must be"):
+            call(X, W[:2], False)
