@@ -7,6 +7,8 @@ multiplied in one GEMM, and the results are added:
 
     x · wᵀ = x · w₁ᵀ + x · w₂ᵀ + x · w₃ᵀ        w = w₁ + w₂ + w₃ exactly
 
+That is so for finite operands; where one is infinite, a GPU's result may be NaN instead.
+
 If both operands are FP32, as for dx, the gradient of x, the three products of the smallest terms are omitted:
 
     dx = dy · w = dy₁ · w₁ + dy₂ · w₁ + dy₁ · w₂ + dy₃ · w₁ + dy₂ · w₂ + dy₁ · w₃

@@ -1,8 +1,8 @@
 // The gate of few rows: their logits, and the choice of their experts, in one kernel. An FP32 weight is three BF16 terms.
 //
 // A cluster of 8 thread blocks has 8 rows, or 16, and each block an eighth of the columns. A warp multiplies the weights of 16
-// experts, a tile, by the rows. A block chooses for one row, or two: it gets their products of all blocks, and adds these in
-// order. So a row has the same bits whatever the number of rows is.
+// experts, a tile, by the rows. A block chooses for one row, or two: it receives the partial sums of these rows from all blocks,
+// and adds them in the order of the blocks. So a row has the same bits whatever the number of rows is.
 //
 // NOTES
 // - The first weights are loaded before the previous kernel has ended, which must not write them.
@@ -18,7 +18,7 @@ constexpr int chunk = 32;                                                       
 constexpr int block_chunks = (k + chunk * cluster - 1) / (chunk * cluster);          // of a thread block
 constexpr int tiles = (experts + 15) / 16, tile_warps = tiles < gate_warps ? tiles : gate_warps;
 constexpr int parts = gate_warps / tile_warps;  // of a block's columns, of which each has a warp for a tile
-constexpr int held = row_tiles == 1 ? 4 : 2;  // chunks that a lane holds: two thread blocks fit on an SM
+constexpr int held = row_tiles == 1 ? 4 : 2;  // chunks that a lane holds: of many rows two thread blocks fit on an SM
 constexpr int terms = config::weight_dtype == float32 ? 3 : 1;
 
 struct alignas(16) Shared {
@@ -59,7 +59,9 @@ __device__ __forceinline__ Rows load_rows(const uint8_t* x, int64_t x_row, int f
         for (int i = 0; i < held; ++i) {
             const int c = first + i * parts, at = chunk * c + ptx::lane_id() % 4 * 8;
             const int row = first_row + 8 * r + ptx::lane_id() / 4;
-            loaded.of[r][i] = ptx::load_16(x + 2 * (row * x_row + at), row < rows && c < end && at < k);
+            loaded.of[r][i] = make_uint4(0, 0, 0, 0);
+            if (row < rows && c < end && at < k)  // not through the read-only cache: the previous kernel may write x
+                loaded.of[r][i] = __ldcg(reinterpret_cast<const uint4*>(x + 2 * (row * x_row + at)));
         }
     return loaded;
 }
@@ -80,7 +82,7 @@ __device__ __forceinline__ void next_terms(uint32_t (&a)[4], Vec8<dtype> (&of)[2
 
 // x: [rows, k] bfloat16, rows at x_row elements from each other. weight: [experts, k], contiguous. bias: [experts], or any
 // address if there is none. logits: [rows, experts]. weights, expert_of: [rows, chosen].
-extern "C" __global__ void __launch_bounds__(gate_threads, 2)
+extern "C" __global__ void __launch_bounds__(gate_threads, row_tiles)
 gate_few_rows(const uint8_t* x, const uint8_t* weight, const float* bias, float* logits, float* weights,
               int64_t* expert_of, float factor, float eps, int64_t x_row, int rows) {
     Shared& shared = *reinterpret_cast<Shared*>(ptx::dynamic_shared());
@@ -88,9 +90,9 @@ gate_few_rows(const uint8_t* x, const uint8_t* weight, const float* bias, float*
     const int first_row = blockIdx.x / cluster * num_rows, first_tile = warp % tile_warps, part = warp / tile_warps;
     const int begin = rank * block_chunks + part, end = part < parts ? (rank + 1) * block_chunks : 0;
     Weights own = load_weights(weight, first_tile, begin, end);
+    ptx::cluster_sync();  // all blocks have begun, so that they can be written to; ptxas loads no weight after it
     if constexpr (config::programmatic) ptx::wait_and_launch_dependents();
     Rows read = load_rows(x, x_row, first_row, rows, begin, end);
-    ptx::cluster_sync();  // all blocks have begun, so that they can be written to
 
     for (int tile = first_tile; tile < tiles && part < parts; tile += tile_warps) {
         float sums[row_tiles][4] = {}, rest[row_tiles][4] = {};  // of the first terms, and of the others

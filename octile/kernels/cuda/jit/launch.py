@@ -1,8 +1,8 @@
 """Launches of kernels that are specialized by constants: a kernel with its launch shape is prepared once.
 
 Within `overlapping_launches` kernels with a constant `programmatic` are launched by programmatic dependent launch. Each
-may start before the previous one of the stream has ended, and waits for it at its start. Dense GEMMs, and within
-`offsets_are_older` grouped ones, load the first tiles of weights before.
+may start before the previous one of the stream has ended, and waits for it at its start. Dense GEMMs, within
+`offsets_are_older` grouped ones, products of heads and the gate of few rows load the first weights before.
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
 
@@ -27,7 +27,7 @@ _offsets_are_older: ContextVar[bool] = ContextVar("offsets are older than the pr
 def overlapping_launches() -> Iterator[None]:
     """A context in which kernels may start before the previous one of the stream has ended.
 
-    The caller promises that no kernel inside writes a weight, an operand with 128×128 scales, that a GEMM reads.
+    The caller promises that no kernel inside writes a weight: an operand with 128×128 scales, of the gate or of heads.
     """
     token = _overlapping.set(True)
     try:

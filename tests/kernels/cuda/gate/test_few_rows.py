@@ -47,6 +47,7 @@ def gate(x: Tensor, weight: Tensor, bias: Tensor | None, how, seed: int = 0) -> 
         ("V2-Lite", 17, 264, 70, torch.bfloat16),
         ("softmax, normalized", 8, 8, 40, torch.float32),
         ("V3", 70, 40, 160, torch.float32),
+        ("V3", 9, 2312, 256, torch.float32),
     ],
 )
 def test_logits_choice_and_weights(name: str, t: int, d: int, e: int, dtype: torch.dtype):
@@ -63,9 +64,9 @@ def test_logits_choice_and_weights(name: str, t: int, d: int, e: int, dtype: tor
 
 @emulated
 def test_a_row_has_the_same_bits_with_few_rows_and_with_many():
-    """With many a cluster has two tiles of rows, and holds fewer columns at a time."""
+    """With many a cluster has two tiles of rows, and a warp loads the columns in more parts."""
     generator = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(70, 520, generator=generator).bfloat16(), torch.randn(24, 520, generator=generator)
+    x, weight = torch.randn(70, 2312, generator=generator).bfloat16(), torch.randn(130, 2312, generator=generator)
     many = gate(x, weight, None, CHOICES["V2-Lite"])
     few = gate(x[64:].clone(), weight, None, CHOICES["V2-Lite"])
     assert all(torch.equal(of_many[64:], of_few) for of_many, of_few in zip(many, few, strict=True))
