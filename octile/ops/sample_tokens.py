@@ -144,7 +144,8 @@ def gumbel(tokens: Tensor, keys_L2: Tensor) -> Tensor:
     x ^= (x >> 13) & 0x7FFFF
     x *= -1028477387
     x ^= (x >> 16) & 0xFFFF
-    uniform = ((x & 0x7FFFFFFF).to(torch.float32) + 0.5) * 2.0**-31
+    # below 1, to which the largest hashes are rounded: with noise of −Inf a token that is alone would not be chosen
+    uniform = (((x & 0x7FFFFFFF).to(torch.float32) + 0.5) * 2.0**-31).clamp_(max=1 - 2.0**-24)
     # −log of an exponential number: where it is large, the uniform one is small and has all its digits
     return uniform.neg_().log1p_().neg_().log_().neg_()
 

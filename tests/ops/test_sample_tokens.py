@@ -142,6 +142,14 @@ def test_of_equal_logits_the_first_are_left(how, n_left):
     assert set(sample_tokens(torch.zeros(400, 10), *numbers).tolist()) == set(range(n_left))
 
 
+def test_a_token_that_is_alone_is_chosen_whatever_its_noise_is():
+    """Its hash is among the largest 64, which are 1 as FP32 numbers between 0 and 1."""
+    _, _, position, temperature, *how = arguments(rows=1)
+    logits = torch.full((1, 2000), -math.inf)
+    logits[0, 1150] = 0.0
+    assert sample_tokens(logits, torch.tensor([68]), position * 0, temperature, *how).tolist() == [1150]
+
+
 def test_no_rows_have_no_tokens():
     assert sample_tokens(*arguments(rows=0)).shape == (0,)
 

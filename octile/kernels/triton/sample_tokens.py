@@ -262,7 +262,7 @@ def _best(
     """The largest of logit / temperature + noise of a part, and its token."""
     begin = tl.program_id(1) * part
     block = tl.arange(0, BLOCK)
-    highest_scores = tl.full([BLOCK], float("-inf"), tl.float32)  # of every BLOCK-th token; one comparison at the end
+    highest_scores = tl.full([BLOCK], float("-inf"), tl.float32)  # of tokens i, i + BLOCK, …
     tokens = begin + block
     for start in range(begin, tl.minimum(begin + part, vocabulary), BLOCK):
         v = start + block
@@ -414,7 +414,7 @@ def _logit(row, v, vocabulary):
 def _scaled(logit, highest, heat):
     """Logits over temperature, of which the largest is 0."""
     z = logit - highest
-    if heat != 1:  # a division takes as long as a hash
+    if heat != 1:
         z = tl.div_rn(z, heat + tl.zeros_like(z))
     return z
 
@@ -444,7 +444,7 @@ def _gumbel(v, first_key, second_key):
     x ^= x >> 13
     x *= 3266489909
     x ^= x >> 16
-    uniform = ((x & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * 2.0**-31
+    uniform = tl.minimum(((x & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * 2.0**-31, 1 - 2.0**-24)
     # log(1 − uniform) with all digits of a small number: w − 1 is what of it is in w (Kahan)
     w = 1.0 - uniform
     exponential = tl.where(w == 1.0, uniform, tl.log(w) * uniform / (w - 1.0))  # need not be exact

@@ -101,6 +101,12 @@ def test_tokens_at_the_border_are_left_out_as_the_reference_does(seed, steps, li
         assert_chosen((logits, *numbers[:2], torch.tensor([heat, 1.0, heat]), torch.tensor(top_k), *shares))
 
 
+def test_a_token_that_is_alone_is_chosen_whatever_its_noise_is():
+    logits, _, positions, *how = rows(2000, n=1)
+    logits[0, torch.arange(2000) != 1150] = -torch.inf
+    assert kernel.launch(logits, torch.tensor([68]), 0 * positions, *how, FIXED_POINT).tolist() == [1150]
+
+
 def test_what_rows_ask_for_may_be_columns_of_a_matrix(monkeypatch):
     monkeypatch.setitem(SAMPLE_TOKENS, "BLOCK", 32)
     logits, *numbers = rows(70, top_k=9, top_p=0.7, min_p=0.01)
