@@ -49,7 +49,7 @@ class Batches:
         if seed < 0:
             raise ValueError(f"seed must be at least 0, not {seed}")
         self.tokens, self.batch_sizes, self.sequence_length, self.seed = tokens, batch_size, sequence_length, seed
-        self._permuted = 0, np.empty(0, np.int64)  # the first of STEPS steps, and the windows of them all
+        self._window_numbers: dict[tuple[int, int, int], npt.NDArray[np.int64]] = {}  # see `_permuted_from`
 
     def batch(self, step: int, rank: int = 0, n_ranks: int = 1) -> Tensor:
         """The batch of one step, int64 [B, S + 1]: inputs are all columns but the last, targets all but the first.
@@ -64,26 +64,26 @@ class Batches:
         """
         if step < 0:
             raise ValueError(f"step must be at least 0, not {step}")
-        window_B = np.array_split(self._window_numbers(step), n_ranks)[rank]
-        return _windows(self.tokens, window_B, self.sequence_length)
+        key = step, rank, n_ranks
+        if key not in self._window_numbers:
+            self._window_numbers = self._permuted_from(*key)
+        return _windows(self.tokens, self._window_numbers[key], self.sequence_length)
 
-    def _window_numbers(self, step: int) -> npt.NDArray[np.int64]:
-        """Return the windows of a step's batch: those of some steps are permuted together, in as many calls of numpy.
+    def _permuted_from(self, step: int, rank: int, n_ranks: int) -> dict[tuple[int, int, int], npt.NDArray[np.int64]]:
+        """Return the windows of a rank in STEPS steps, permuted together, by step, rank and number of ranks.
 
-        On a GPU a thread does so while the host launches steps, and each call takes Python's lock.
+        A thread does this while the host launches steps, and each call of numpy takes Python's lock.
         """
-        before = self.batch_sizes.before
-        first, window_N = self._permuted
-        if not first <= step < first + STEPS or not len(window_N):
-            first = step
-            epoch_N, position_N = np.divmod(np.arange(before(step), before(step + STEPS)), self.n_windows)
-            window_N = np.empty_like(position_N)
-            for epoch in np.unique(epoch_N):
-                in_epoch_N = epoch_N == epoch
-                window_N[in_epoch_N] = permute(position_N[in_epoch_N], self.n_windows, (self.seed, int(epoch)))
-            self._permuted = first, window_N
-        begin = before(step) - before(first)
-        return window_N[begin : begin + self.batch_sizes.size(step)]
+        steps = range(step, step + STEPS)
+        sizes, before = self.batch_sizes.size, self.batch_sizes.before
+        parts = [before(s) + np.array_split(np.arange(sizes(s)), n_ranks)[rank] for s in steps]
+        epoch_N, position_N = np.divmod(np.concatenate(parts), self.n_windows)
+        window_N = np.empty_like(position_N)
+        for epoch in np.unique(epoch_N):
+            in_epoch_N = epoch_N == epoch
+            window_N[in_epoch_N] = permute(position_N[in_epoch_N], self.n_windows, (self.seed, int(epoch)))
+        windows = np.split(window_N, np.cumsum([len(part) for part in parts[:-1]]))
+        return {(s, rank, n_ranks): window_B for s, window_B in zip(steps, windows, strict=True)}
 
 
 class PreparedBatches:
