@@ -199,7 +199,7 @@ HOPPER_OR_TORCH = {  # called by their own modules: what torch does, and what Ho
         f"up to {routing_launcher.MAX_ENTRIES_ALONE} entries of up to {routing_launcher.MAX_EXPERTS} experts",
     ),
 }
-IN_TRITON = ("heads_nt_out", "heads_nt_quantize")  # of these: Triton's kernels, which only Hopper uses
+TRITON_ON_HOPPER = ("heads_nt_out", "heads_nt_quantize")  # of these: Triton's kernels, which only Hopper uses
 TABLE = {
     "gemm": Backends(why_unsupported, launch_cache.launch, _triton_gemm),
     "gate": Backends(
@@ -316,7 +316,7 @@ def choices() -> dict[str, tuple[str, str]]:
             others = f"Triton's for others, of which {BLOCKS_OF_32}" if operator in GEMMS else "Triton's for others"
             chosen[operator] = "CUDA C++", f"for {supported}; {others}"
         for operator, (_, supported) in HOPPER_OR_TORCH.items():
-            kernel = "Triton" if operator in IN_TRITON else "CUDA C++"
+            kernel = "Triton" if operator in TRITON_ON_HOPPER else "CUDA C++"
             chosen[operator] = kernel, f"for {supported}; torch computes others"
         return chosen
     for operator in WITH_HOPPER:

@@ -20,10 +20,10 @@ from octile.kernels.backends import (
     COMPILED_ON_CPU,
     GEMMS_ON_CPU,
     HOPPER_OR_TORCH,
-    IN_TRITON,
     ONLY_TORCH,
     OPERATORS,
     TORCH_ON_CPU,
+    TRITON_ON_HOPPER,
     WITH_HOPPER,
 )
 from octile.kernels.cuda.gemm import request
@@ -114,7 +114,7 @@ def test_on_a_gpu_every_operator_has_a_kernel(pretend):
 def test_on_hopper_gemms_and_quantization_use_cuda_kernels(pretend):
     pretend((9, 0))
     own = {name for name, kernel in kernels().items() if kernel == "CUDA C++"}
-    assert own == {*WITH_HOPPER, *HOPPER_OR_TORCH} - {*IN_TRITON}
+    assert own == {*WITH_HOPPER, *HOPPER_OR_TORCH} - {*TRITON_ON_HOPPER}
     assert {"matmul_nt", "grouped_wgrad_out", "quantize", "dequantize", "requantize_transposed", "gate"} < own
     assert kernels()["packed_matmul_nt"] == "Triton"
 

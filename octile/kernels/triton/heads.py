@@ -18,7 +18,7 @@ from octile.kernels.triton.overlap import overlap_options, wait_for_previous
 from octile.kernels.triton.scaling import divide, magnitude, round_to_format, scale_from_amax
 
 TILE = 128  # columns that have one scale
-MAX_K, MAX_QUANTIZED_K = 256, 512  # whose weights of a program fit into registers
+MAX_K, MAX_QUANTIZED_K = 256, 512  # whose weights a program can hold
 
 
 def why_no_product(out: Tensor, x: Tensor, w: Tensor) -> str | None:
