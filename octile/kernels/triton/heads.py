@@ -5,13 +5,18 @@ A program multiplies over all of K at once. Where launches overlap, it loads the
 kernel, which must not write it.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.kernels.hopper import SHARED_BYTES
 from octile.kernels.memory_layout import new_scale
 from octile.kernels.triton import compile_cases as cases
+from octile.kernels.triton.device import device_properties
 from octile.kernels.triton.fp8_bits import as_encoded, quantize_constants
 from octile.kernels.triton.launch_config import EXACT, HEADS, QUANTIZED_HEADS
 from octile.kernels.triton.overlap import overlap_options, wait_for_previous
@@ -73,10 +78,15 @@ def launch_quantized(x: Tensor, w: Tensor, power_of_2: bool) -> tuple[Tensor, Te
 def compile_cases() -> cases.CompileCases:
     """The launches that `compile_all` compiles."""
     q, absorbed, attended = (cases.empty(256, 16, width) for width in (192, 576, 512))
+    w_k, w_v = cases.empty(16, 512, 128), cases.empty(16, 128, 512)
+
+    def on_hopper(launch: Callable[..., object], *operands: Any) -> Callable[[], object]:
+        return lambda: device_properties(q.device).shared_bytes >= SHARED_BYTES and launch(*operands)
+
     return {
-        "products of heads": lambda: launch_out(absorbed[..., :512], q[..., :128], cases.empty(16, 512, 128)),
-        "quantized products of heads": lambda: launch_quantized(attended, cases.empty(16, 128, 512), False),
-        "the same of few rows": lambda: launch_quantized(attended[:32], cases.empty(16, 128, 512), False),
+        "products of heads": on_hopper(launch_out, absorbed[..., :512], q[..., :128], w_k),
+        "quantized products of heads": on_hopper(launch_quantized, attended, w_v, False),
+        "the same of few rows": on_hopper(launch_quantized, attended[:32], w_v, False),
     }
 
 

@@ -96,8 +96,6 @@ def test_all_kernels_are_compiled(compiled: Compiled):
         "best_of_rows",
         "write_fp8",
         "write_and_rotate",
-        "multiply_heads",
-        "multiply_and_quantize",
         "attend_pages",
         "attend_texts",
         "merge_splits",
@@ -142,6 +140,8 @@ def test_all_kernels_are_compiled(compiled: Compiled):
         "tensor_core",
     }
     architecture, found = compiled[0], {c.kernel for c in compiled[1]}
+    if architecture == "sm_90":
+        kernels |= {"multiply_heads", "multiply_and_quantize"}
     assert found == kernels if ARCHITECTURES[architecture].fp8 else found < kernels
 
 
