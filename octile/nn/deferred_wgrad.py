@@ -115,13 +115,15 @@ def run_or_defer(
     Raises:
         TypeError, ValueError: as `check_main_grad`, of a main_grad that a weight got after the forward pass.
     """
-    uses_main_grads = parameters and main_grads
     if _deferred is None or not parameters:
-        return compute(main_grads_of(parameters) if uses_main_grads else main_grads)
-    _deferred._pending.append(
-        (parameters, lambda: compute(main_grads_of(parameters) if uses_main_grads else main_grads))
-    )
+        return compute(current_main_grads(parameters, main_grads))
+    _deferred._pending.append((parameters, lambda: compute(current_main_grads(parameters, main_grads))))
     return [None for _ in parameters]
+
+
+def current_main_grads(parameters: Sequence[Tensor], main_grads: MainGrads) -> MainGrads:
+    """Return the main_grads that weights have now; arguments and exceptions are those of `run_or_defer`."""
+    return main_grads_of(parameters) if parameters and main_grads else main_grads
 
 
 class DeferrableLinears(TorchFunctionMode):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octile.nn.deferred_wgrad import parameters_of
+from octile.nn.deferred_wgrad import current_main_grads, parameters_of
 from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused.high_precision import into_main_grad
 from octile.nn.main_grad import main_grads_of
@@ -46,5 +46,5 @@ class _ScaleColumns(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None]:
         (scale,) = ctx.saved_tensors
         dw = dy * scale
-        (main_grad,) = main_grads_of(ctx.parameters) or ctx.main_grads  # see `run_or_defer`
+        (main_grad,) = current_main_grads(ctx.parameters, ctx.main_grads)
         return into_main_grad(dw, ctx.dtype, main_grad), None
