@@ -13,16 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.formats import TILE
 from octile.kernels.hopper import SHARED_BYTES
 from octile.kernels.memory_layout import new_scale
 from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton.device import device_properties
-from octile.kernels.triton.fp8_bits import as_encoded, quantize_constants
+from octile.kernels.triton.fp8_bits import quantize_constants
 from octile.kernels.triton.launch_config import EXACT, HEADS, QUANTIZED_HEADS
 from octile.kernels.triton.overlap import overlap_options, wait_for_previous
 from octile.kernels.triton.scaling import divide, magnitude, round_to_format, scale_from_amax
 
-TILE = 128  # columns that have one scale
 MAX_K, MAX_QUANTIZED_K = 256, 512  # whose weights a program can hold
 
 
@@ -33,8 +33,8 @@ def why_no_product(out: Tensor, x: Tensor, w: Tensor) -> str | None:
 
 def why_not_quantized(x: Tensor, w: Tensor) -> str | None:
     """Return why `launch_quantized` does not support a call; None: it does."""
-    if w.shape[1] % TILE:
-        return f"heads have {w.shape[1]} columns, so tiles of {TILE} belong to several"
+    if w.shape[1] % TILE[1]:
+        return f"heads have {w.shape[1]} columns, so tiles of {TILE[1]} belong to several"
     return _why_unsupported((x, w), MAX_QUANTIZED_K)
 
 
@@ -64,12 +64,12 @@ def launch_quantized(x: Tensor, w: Tensor, power_of_2: bool) -> tuple[Tensor, Te
     """Multiply the same, and quantize rows [T, H·N] to E4M3 in tiles of 1×128 → data and scale."""
     (t, h, k), n = x.shape, w.shape[1]
     data = x.new_empty(t, h * n, dtype=torch.float8_e4m3fn)
-    scale = new_scale(data, 1, TILE)
+    scale, cols = new_scale(data, *TILE), TILE[1]
     rows = QUANTIZED_HEADS["ROWS" if t > QUANTIZED_HEADS["ROWS"] else "FEW_ROWS"]
     with torch.cuda.device_of(x):
-        multiply_and_quantize[(h * n // TILE, triton.cdiv(t, rows))](
-            x, w, as_encoded(data), scale, t, n // TILE, *x.stride()[:2], *w.stride()[:2], h * n, scale.stride(1),
-            K=k, ROWS=rows, COLS=TILE, POWER_OF_2=power_of_2, num_warps=QUANTIZED_HEADS["num_warps"],
+        multiply_and_quantize[(h * n // cols, triton.cdiv(t, rows))](
+            x, w, data, scale, t, n // cols, *x.stride()[:2], *w.stride()[:2], h * n, scale.stride(1),
+            K=k, ROWS=rows, COLS=cols, POWER_OF_2=power_of_2, num_warps=QUANTIZED_HEADS["num_warps"],
             **quantize_constants(torch.float8_e4m3fn), **EXACT, **overlap_options(),
         )  # fmt: skip
     return data, scale
