@@ -452,38 +452,41 @@ def test_a_vocabulary_larger_than_the_models_is_refused(text, tmp_path, monkeypa
         build(small, store, torch.device("cpu"))
 
 
-def fill_disk_after(step: int, monkeypatch, full_disk):
-    """Let the disk be full once so many steps are done."""
-    launch = Trainer.launch
+@pytest.fixture
+def train_until_the_disk_is_full(text, monkeypatch, full_disk):
+    """Train in a folder until the disk is full once so many steps are done, and return the error's notes."""
 
-    def fill(self):
-        if self.steps_done == step:
-            full_disk(1000)
-        return launch(self)
+    def train_until_full(out: Path, full_after: int) -> list[str]:
+        launch = Trainer.launch
 
-    monkeypatch.setattr(Trainer, "launch", fill)
+        def fill(self):
+            if self.steps_done == full_after:
+                full_disk(1000)
+            return launch(self)
+
+        monkeypatch.setattr(Trainer, "launch", fill)
+        with pytest.raises(OSError, match="No space left") as full:
+            train(micro(data=str(text), out=out), False, silent_console())
+        return full.value.__notes__
+
+    return train_until_full
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_and_names_the_command_that_continues(
-    text, tmp_path, monkeypatch, full_disk
+    tmp_path, train_until_the_disk_is_full
 ):
     out = tmp_path / "run"
-    fill_disk_after(3, monkeypatch, full_disk)
-    with pytest.raises(OSError, match="No space left") as full:
-        train(micro(data=str(text), out=out), False, silent_console())
+    notes = train_until_the_disk_is_full(out, full_after=3)
     assert latest_checkpoint(out / "checkpoints").name == "step_00000002"
-    assert full.value.__notes__ == [f"to continue from the last checkpoint: octile train --resume --out {out}"]
+    assert notes == [f"to continue from the last checkpoint: octile train --resume --out {out}"]
 
 
 def test_a_disk_that_is_full_before_the_first_checkpoint_names_the_command_that_starts_again(
-    text, tmp_path, monkeypatch, full_disk
+    tmp_path, train_until_the_disk_is_full
 ):
     out = tmp_path / "run"
-    fill_disk_after(1, monkeypatch, full_disk)
-    with pytest.raises(OSError, match="No space left") as full:
-        train(micro(data=str(text), out=out), False, silent_console())
     begins = f"nothing is saved before the first checkpoint; to start again: octile train --resume --out {out}"
-    assert full.value.__notes__ == [begins]
+    assert train_until_the_disk_is_full(out, full_after=1) == [begins]
 
 
 def test_a_prompt_that_does_not_fit_the_context_is_refused_before_training(text, tmp_path):
