@@ -19,6 +19,7 @@ rate         learning rates up to divergence
 balance      variations of the expert balance, and multi-token prediction
 noise        the smallest size from scratch by designs that may make pairs deviate less ([plan](noise/README.md))
 noise-scan   the smallest size in BF16 with changes that may let its loss fall sooner; two seeds each
+noise-parts  the smallest size by the design with the smallest noise, with parts of DeepSeek-V3's recipe in BF16
 
 In the first third of a run the loss falls steeply, a few steps sooner or later by chance, and the difference remains
 until the end: runs from one seed end up to 0.6% apart, whatever their recipe. Branches begin after that.
@@ -49,6 +50,7 @@ Group = Literal[
     "balance",
     "noise",
     "noise-scan",
+    "noise-parts",
 ]
 TRUNK = 0.4  # the share of a run's steps that its trunk takes
 BILLION, LONG, CORE, SHORT, RATE = 1e9, 300e6, 100e6, 40e6, 12e6  # tokens
@@ -106,6 +108,18 @@ DESIGNS: dict[str, dict[str, Any]] = {  # changes of the usual configuration
     "muon-to-zero": {"name": "muon", "decay": 0.4, "final_lr": 0.0},
 }
 NOISE_SEEDS = range(4)
+PARTS_DESIGN, PARTS_SEEDS = "muon", range(2)  # the design whose gap is divided among what the recipe has in 8 bits
+PARTS = (
+    "nudged",
+    "gemms_alone",
+    "without_fprop",
+    "without_wgrad",
+    "without_dgrad",
+    "wgrad_alone",
+    "mlp_alone",
+    "attention_alone",
+    "weights_1x128",
+)
 SCANS: dict[str, dict[str, Any]] = {
     "usual": {},
     "initial-0.01": {"initializer_range": 0.01},
@@ -226,6 +240,14 @@ def all_jobs(small: str = "30m", sizes: tuple[str, ...] = ("150m", "80m", "30m")
         for name, changes in DESIGNS.items()
         for seed in NOISE_SEEDS
         for recipe in ("bf16", "deepseek_v3")
+    ]
+    jobs += [
+        replace(
+            job("noise-parts", small, recipe, seed, CORE, **DESIGNS[PARTS_DESIGN]),
+            name=f"noise-{PARTS_DESIGN}-{small}-{recipe}-{seed}",
+        )
+        for recipe in PARTS
+        for seed in PARTS_SEEDS
     ]
     return [*jobs, *(job("billion", small, recipe, 0, BILLION) for recipe in ("bf16", "deepseek_v3"))]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.loss.jobs import DESIGNS, SCANS
+from experiments.loss.jobs import DESIGNS, PARTS, PARTS_DESIGN, SCANS
 from experiments.loss.report import STEEP, Results, gap, step_below
 from octile.bench.rows import align_columns
 
@@ -33,18 +33,14 @@ def averaged_gap(run: Result, base: Result) -> float:
     return averaged_loss(run) / averaged_loss(base) - 1
 
 
-def pairs_of(r: Results, design: str) -> list[tuple[Result, Result]]:
-    """Return (deepseek_v3, BF16) of each seed of a design that has ended, sorted by seed."""
+def pairs_of(r: Results, design: str, recipe: str = "deepseek_v3") -> list[tuple[Result, Result]]:
+    """Return (the recipe, BF16) of each seed of a design that has ended, sorted by seed."""
     found: dict[tuple[str, int], dict[str, Result]] = defaultdict(dict)
     for name, result in r.all.items():
         job = result["job"]
-        if job["group"] == "noise" and name.startswith(f"noise-{design}-{job['size']}-") and result["state"] == "done":
+        if name == f"noise-{design}-{job['size']}-{job['recipe']}-{job['seed']}" and result["state"] == "done":
             found[job["size"], job["seed"]][job["recipe"]] = result
-    return [
-        (pair["deepseek_v3"], pair["bf16"])
-        for _, pair in sorted(found.items())
-        if pair.keys() >= {"deepseek_v3", "bf16"}
-    ]
+    return [(pair[recipe], pair["bf16"]) for _, pair in sorted(found.items()) if pair.keys() >= {recipe, "bf16"}]
 
 
 def design_table(r: Results) -> str:
@@ -69,6 +65,18 @@ def design_table(r: Results) -> str:
                 each, levels,
             ])  # fmt: skip
     return align_columns(rows, right={"pairs", "mean gap", "deviation", "its error"})
+
+
+def parts_table(r: Results) -> str:
+    """Format the gap of each recipe of PARTS to BF16 under PARTS_DESIGN, for the seeds that have ended."""
+    rows = [["recipe", "seeds", "mean gap", "gaps"]]
+    for recipe in ("deepseek_v3", *PARTS):
+        pairs = pairs_of(r, PARTS_DESIGN, recipe)
+        gaps = [gap(*pair)[0] for pair in pairs]
+        if gaps:
+            seeds = ", ".join(str(base["job"]["seed"]) for _, base in pairs)
+            rows.append([recipe, seeds, f"{statistics.fmean(gaps):+.2%}", ", ".join(f"{one:+.2%}" for one in gaps)])
+    return align_columns(rows, right={"mean gap"})
 
 
 def fall_table(r: Results) -> str:
@@ -96,4 +104,4 @@ def _last_loss(run: Result) -> str:
 
 if __name__ == "__main__":
     results = Results.read(*map(Path, sys.argv[1:]))
-    print(f"{design_table(results)}\n\n{fall_table(results)}")
+    print("\n\n".join(table(results) for table in (design_table, parts_table, fall_table)))

@@ -14,6 +14,10 @@ float32_scales       input scales are not rounded to powers of two, so what wgra
 weights_1x128        weights in 1×128 tiles like activations, along K of each GEMM
 blockwise_gradients  gradients in 128×128 blocks, which diverged for DeepSeek-V3 (arXiv 2412.19437, §B.2)
 fp32_moments         AdamW's moments in FP32
+gemms_alone          GEMMs in FP8, but nothing that is saved for backward in 8 bits or in E5M6
+without_fprop        `gemms_alone` with the forward GEMMs in BF16; `without_dgrad` and `without_wgrad` alike
+wgrad_alone          `gemms_alone` with the forward GEMMs and those of input gradients in BF16
+mlp_alone            `gemms_alone` with attention's linear layers in BF16; `attention_alone` with all others
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from octile.kernels import backends
 from octile.kernels.cuda.gemm.config import Schedule
 from octile.kernels.cuda.gemm.request import GemmRequest, Operand
 from octile.ops.accumulator import Block, summed_by
-from octile.recipe import BLOCK, TENSOR, TILE, GemmFormats, OperandFormat, OptimizerFormats, Recipe
+from octile.recipe import BLOCK, GEMMS, TENSOR, TILE, GemmFormats, OperandFormat, OptimizerFormats, Recipe
 
 ALIGNMENT = 16  # elements; TMA and torch's CPU GEMM need sizes that are multiples of it
 
@@ -42,6 +46,7 @@ def _variations() -> dict[str, Recipe]:
     unscaled = OperandFormat(block=TENSOR, amax="unscaled")
     coarse = {name: replace(getattr(formats, name), fmt=E5M2) for name in ("x", "w", "dy", "wgrad_x", "wgrad_dy")}
     free, block = replace(formats.x, scale="float32"), OperandFormat(block=BLOCK)
+    alone = replace(v3, attention_output=None, swiglu_inputs=None)
     return {
         "nudged": Recipe.bf16(),
         "control": Recipe("control", GemmFormats.per_tensor(OperandFormat(block=TENSOR), unscaled)),
@@ -54,6 +59,11 @@ def _variations() -> dict[str, Recipe]:
         "weights_1x128": replace(v3, formats=replace(formats, w=OperandFormat(block=TILE))),
         "blockwise_gradients": replace(v3, formats=replace(formats, dy=block, wgrad_dy=block)),
         "fp32_moments": replace(v3, optimizer=OptimizerFormats(exp_avg="float32", exp_avg_sq="float32")),
+        "gemms_alone": alone,
+        **{f"without_{gemm}": alone.without(gemm) for gemm in GEMMS},
+        "wgrad_alone": alone.without("fprop").without("dgrad"),
+        "mlp_alone": replace(alone, exceptions=(("*.self_attn.*", frozenset(GEMMS)),)),
+        "attention_alone": replace(alone, exceptions=(("*.mlp.*", frozenset(GEMMS)),)),
     }
 
 

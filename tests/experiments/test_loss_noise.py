@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from experiments.loss.job import WeightAverage
-from experiments.loss.jobs import DESIGNS, NOISE_SEEDS, SCAN_SEEDS, SCANS, all_jobs
-from experiments.loss.noise import averaged_gap, design_table, fall_table
+from experiments.loss.jobs import DESIGNS, NOISE_SEEDS, PARTS, PARTS_SEEDS, SCAN_SEEDS, SCANS, all_jobs
+from experiments.loss.noise import averaged_gap, design_table, fall_table, parts_table
 from experiments.loss.report import Results, step_below
 
 
@@ -34,6 +34,12 @@ def test_a_design_has_the_deviation_of_its_gaps(results):
 def test_the_losses_of_averaged_weights_stand_beside_their_gaps(results):
     row = next(line for line in design_table(results).splitlines() if "the averaged weights" in line)
     assert row.split()[-4:] == ["+0.51%,", "-0.51%", "1.950,", "1.950"]
+
+
+def test_a_part_of_the_recipe_has_its_gap_to_bf16_of_the_same_seed():
+    losses = {("bf16", 0): 2.0, ("bf16", 1): 3.0, ("without_fprop", 1): 3.003}
+    runs = [result(f"noise-muon-30m-{recipe}-{seed}", "noise", recipe, seed, x) for (recipe, seed), x in losses.items()]
+    assert parts_table(Results(runs)).splitlines()[-1].split() == ["without_fprop", "1", "+0.10%", "+0.10%"]
 
 
 def test_designs_that_have_not_run_have_no_row(results):
@@ -65,7 +71,12 @@ def test_the_gap_of_averaged_weights_is_that_of_their_windows(results):
 
 
 @pytest.mark.parametrize(
-    ("group", "n"), [("noise", 2 * len(DESIGNS) * len(NOISE_SEEDS)), ("noise-scan", len(SCANS) * len(SCAN_SEEDS))]
+    ("group", "n"),
+    [
+        ("noise", 2 * len(DESIGNS) * len(NOISE_SEEDS)),
+        ("noise-scan", len(SCANS) * len(SCAN_SEEDS)),
+        ("noise-parts", len(PARTS) * len(PARTS_SEEDS)),
+    ],
 )
 def test_each_design_and_seed_is_a_job(group, n):
     assert len({job.name for job in all_jobs() if job.group == group}) == n
