@@ -21,6 +21,7 @@ positions.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -30,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from octile.kernels.cuda.jit.launch import only_activations_are_new
 from octile.models.config import ModelConfig
 from octile.nn.indexer import weight_factor
 from octile.nn.norm import LAYER_NORM_EPS
@@ -270,7 +272,8 @@ class Attention:
         write_and_rotate(*rows, weight, NORM_EPS, *cos_sin, q_THX, q_THW)
         self.gemms.heads_nt(q_THX[..., : c.qk_nope_head_dim], w.attention.w_k, q_THW[..., : c.kv_lora_rank])
         if not self.gemms.batch_invariant:
-            o_THC = self._latents_of_pages(q_THW, self._top_k_of_pages(None, layer, step), layer, step)
+            with only_activations_are_new() if q_THW.is_cuda else nullcontext():  # latents were written before queries
+                o_THC = self._latents_of_pages(q_THW, self._top_k_of_pages(None, layer, step), layer, step)
             return self.gemms.heads_rows(o_THC, w.attention.w_v, w.attention.o)
         out_TV = q_THX.new_empty(len(q_THX), self.n_heads * c.v_head_dim)
         self._attend_to_pages(q_THW, None, layer, w.attention, step, out_TV.unflatten(-1, (self.n_heads, -1)))

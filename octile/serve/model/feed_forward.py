@@ -26,7 +26,7 @@ from torch import Tensor
 
 from octile.formats import TILE
 from octile.kernels.cuda.gemm import num_sms
-from octile.kernels.cuda.jit.launch import offsets_are_older
+from octile.kernels.cuda.jit.launch import only_activations_are_new
 from octile.models.config import ModelConfig
 from octile.nn.dispatcher import InFlight, LocalDispatcher
 from octile.nn.fused.feed_forward import can_fuse_size
@@ -135,7 +135,7 @@ class FeedForward:
             assert x.values is not None
             rows = Rows(x.values.index_select(0, order_R // experts_TK.shape[1]), None)
         is_weighted = isinstance(w.down, ScaledTensor)
-        with offsets_are_older() if offs_E.is_cuda else nullcontext():
+        with only_activations_are_new() if offs_E.is_cuda else nullcontext():
             y_RD = self._experts(rows, w, offs_E, weight_R if is_weighted else None)
         unpermute_add_(x_TD, y_RD, row_ids_TK, shared.wait(switches=False), None if is_weighted else weights_TK)
         return x_TD

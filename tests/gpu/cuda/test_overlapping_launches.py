@@ -5,10 +5,12 @@ import torch
 from torch import Tensor
 
 from octile.formats import BLOCK, TILE
-from octile.kernels.cuda.jit.launch import offsets_are_older, overlapping_launches
+from octile.kernels.cuda.jit.launch import only_activations_are_new, overlapping_launches
 from octile.ops.grouped import grouped_matmul_nt
+from octile.ops.latent_cache import write_and_rotate
 from octile.ops.matmul import matmul_nt, matmul_nt_out
 from octile.ops.norm import rms_norm_quantize
+from octile.ops.paged_attention import heads_nt_out, heads_nt_quantize, paged_attention
 from octile.ops.permute import permute, unpermute_add_, weighted_routing_plan
 from octile.ops.quantize import quantize
 from octile.ops.swiglu import swiglu_quantize
@@ -47,7 +49,7 @@ class Layer:
             gate, up = multiply((data, scale), self.shared[0]).chunk(2, dim=-1)
             shared = multiply(swiglu_quantize(gate, up, "e4m3", False), self.shared[1])
         row_ids, order, offs, weight_R = weighted_routing_plan(chosen, shares, E)
-        with offsets_are_older():
+        with only_activations_are_new():
             gate, up = multiply(permute(data, scale, row_ids, order), self.experts[0], offs).chunk(2, dim=-1)
             rows = multiply(swiglu_quantize(gate, up, "e4m3", False, weight_R, offs), self.experts[1], offs)
         current.wait_stream(self.side)
@@ -74,6 +76,62 @@ def test_layers_in_a_graph_have_the_bits_of_those_that_are_launched_one_by_one(r
         weights = torch.rand(rows, K)
         for to, value in ((x, first), (chosen, experts), (shares, weights)):
             to.copy_(value)
+        graph.replay()
+        found = x.clone()
+        x.copy_(first)
+        compute()
+        assert torch.equal(found, x)
+
+
+HEADS, KEY, ROTARY, LATENT, PAGES = 16, 128, 64, 512, 9
+
+
+class Attention:
+    """The attention of a layer, as a decode step launches it; its pages were filled before, but for the last rows."""
+
+    def __init__(self, rows: int) -> None:
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, device="cuda").bfloat16() / shape[-1] ** 0.5
+
+        self.projection, self.out = weight(HEADS * (KEY + ROTARY) + LATENT + ROTARY, D), weight(D, HEADS * KEY)
+        self.w_k, self.w_v = random(HEADS, LATENT, KEY), random(HEADS, KEY, LATENT)
+        self.norm = torch.ones(LATENT, device="cuda").bfloat16()
+        self.cache = random(rows * PAGES, 64, LATENT + ROTARY)
+        self.pages = torch.randperm(rows * PAGES, device="cuda").int().view(rows, PAGES)
+
+    def add(self, x: Tensor, positions: Tensor, cos_sin: tuple[Tensor, Tensor]) -> None:
+        projected = multiply(quantize(x, *TILE, "e4m3", False), self.projection)
+        q, latent, rope = projected.split([HEADS * (KEY + ROTARY), LATENT, ROTARY], -1)
+        q_THX = q.unflatten(-1, (HEADS, -1))
+        absorbed = q.new_empty(len(x), HEADS, LATENT + ROTARY)
+        slots = self.pages.gather(1, positions[:, None] // 64)[:, 0] * 64 + positions % 64
+        write_and_rotate(self.cache, slots, latent, rope, self.norm, 1e-6, *cos_sin, q_THX, absorbed)
+        heads_nt_out(absorbed[..., :LATENT], q_THX[..., :KEY], self.w_k)
+        with only_activations_are_new():
+            o_THC = paged_attention(absorbed, self.cache, self.pages, (positions + 1).int(), LATENT, 0.05)
+        matmul_nt_out(x, *heads_nt_quantize(o_THC, self.w_v, False), TILE, *self.out, BLOCK, True)
+
+
+@pytest.mark.parametrize("rows", [9, 32, 256])
+def test_attention_in_a_graph_reads_pages_as_one_that_waits_does(rows: int):
+    layers, graph = [Attention(rows) for _ in range(4)], torch.cuda.CUDAGraph()
+    x = torch.zeros(rows, D, device="cuda").bfloat16()
+    positions = torch.zeros(rows, dtype=torch.int64, device="cuda")
+    cos_sin = torch.ones(rows, ROTARY // 2, device="cuda"), torch.zeros(rows, ROTARY // 2, device="cuda")
+
+    def compute() -> None:
+        for layer in layers:
+            layer.add(x, positions, cos_sin)
+
+    with overlapping_launches():
+        compute()  # compiles the kernels
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            compute()
+    for _ in range(20):
+        first = torch.randn(rows, D, device="cuda").bfloat16()
+        x.copy_(first)
+        positions.copy_(torch.randint(64 * PAGES, (rows,), device="cuda"))
         graph.replay()
         found = x.clone()
         x.copy_(first)

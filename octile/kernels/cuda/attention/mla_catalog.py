@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from octile.kernels.cuda.attention import mla_decode
+from octile.kernels.cuda.jit.launch import only_activations_are_new, overlapping_launches
 
 SMS = 132
 PART = 2048  # positions of a part, as `octile.ops.absorbed_attention` has it
@@ -29,5 +30,10 @@ def plans() -> dict[str, KernelPlan]:
                 shared = f", {rows} rows" if rows > 1 else ""
                 case = f"MLA decode, {heads} heads{shared}, {form}, {division}"
                 found[case] = KernelPlan(made.kernel, made.constants, made.headers)
+            with overlapping_launches(), only_activations_are_new():
+                made = mla_decode.plan(128, 16, is_fp8, part, 1, SMS)
+            found[f"MLA decode, 16 heads, {form}, {division}, early"] = KernelPlan(
+                made.kernel, made.constants, made.headers
+            )
         found[f"MLA decode, merge, {division}"] = KernelPlan("mla_merge", made.merge_constants, {})
     return found

@@ -38,7 +38,8 @@ struct Barriers {
     ptx::Mbarrier full[config::stages], empty[config::stages];
 };
 
-// One warp loads pages, each as soon as a stage is empty.
+// One warp loads pages, each as soon as a stage is empty, and the first ones before the previous kernel has ended if it has
+// not written them.
 struct Loader {
     uint8_t* const shared;
     Barriers& barriers;
@@ -46,10 +47,12 @@ struct Loader {
     const uint8_t* const cache;
     int stage = 0;
     uint32_t parity = 1;  // the stages are empty at first
+    bool waits = config::loads_early;
 
     __device__ __forceinline__ void load_item(const int* pages, int n_pages) {
         int ids = 0;
         for (int page = 0; page < n_pages; ++page) {
+            if (waits && parity == 0) end();  // only then are stages emptied
             const int lane = ptx::lane_id();
             if (page % 32 == 0) ids = page + lane < n_pages ? pages[page + lane] : 0;
             const int id = __shfl_sync(all_lanes, ids, page % 32);
@@ -65,6 +68,11 @@ struct Loader {
                 parity ^= 1;
             }
         }
+    }
+
+    __device__ __forceinline__ void end() {
+        if (waits) ptx::wait_for_previous();
+        waits = false;
     }
 };
 
@@ -305,12 +313,17 @@ mla_decode(const __grid_constant__ TensorMap map, const uint8_t* cache, const ui
         }
         ptx::fence_mbarrier_init();
     }
-    if constexpr (config::programmatic) ptx::wait_and_launch_dependents();
     __syncthreads();
-    Items items = items_of(role, {lengths, length_step}, rows, max_parts, ranges, starts);
+    if (config::programmatic && !(config::loads_early && role.is_producer())) ptx::wait_and_launch_dependents();
+    int* const written = role.warp == 0 ? starts : nullptr;  // not by the producer, which may not have waited
+    Items items = items_of(role, {lengths, length_step}, rows, max_parts, ranges, written);
     if (!role.is_consumer()) {
         ptx::setmaxnreg_dec<24>();
-        if (role.is_producer()) produce(Loader{shared, barriers, &map, cache}, arguments, items);
+        if (role.is_producer()) {
+            Loader loader{shared, barriers, &map, cache};
+            produce(loader, arguments, items);
+            loader.end();
+        }
         return;
     }
     ptx::setmaxnreg_inc<240>();

@@ -10,6 +10,9 @@ texts are decoded, or shares a thread block with rows of its text, as in prompts
 
 Grids follow from shapes and the GPU. How the rows' positions are divided is computed on the GPU from their lengths, so
 a launch can be captured in a CUDA graph; the first call of a kind compiles and loads kernels, which cannot be.
+
+Within `only_activations_are_new` mla_decode loads pages before it waits for the previous kernel. mla_decode_64, which
+multiplies longer than it reads, does not.
 """
 
 from collections.abc import Mapping
@@ -21,7 +24,7 @@ from torch import Tensor
 
 from octile.kernels.cuda.gemm import num_sms, request
 from octile.kernels.cuda.jit import specialize, tensor_map, wgmma
-from octile.kernels.cuda.jit.launch import overlaps
+from octile.kernels.cuda.jit.launch import loads_others_early, overlaps
 from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
 from octile.kernels.cuda.jit.tensor_map import TensorMap
 from octile.kernels.hopper import SHARED_BYTES
@@ -183,10 +186,10 @@ def launch_rows(
     """Attend from some rows at once, into o and lse; of a row with several queries, lengths has one for each."""
     rows, n_heads, _ = q.shape
     is_fp8 = cache.dtype == torch.uint8
-    key = (rows, n_heads, is_fp8, part, len(lengths) // rows, q.device, overlaps())
+    key = (rows, n_heads, is_fp8, part, len(lengths) // rows, q.device, overlaps(), loads_others_early())
     prepared = _prepared[key]
     if prepared is None:
-        made = plan(*key[:-2], num_sms.multiprocessors(q.device))
+        made = plan(*key[:-3], num_sms.multiprocessors(q.device))
         prepared = _prepared[key] = _Prepared(made, q.device)
     made, max_parts = prepared.made, parts_of(pages.shape[1], part)
     slots = rows * max_parts if part else made.slots
@@ -266,6 +269,7 @@ def _plan_few(heads: int, is_fp8: bool) -> _Specialized:
     constants: dict[str, int | bool] = {
         "heads": heads, "fp8": is_fp8, "stages": stages, "exchanged": _exchanged(heads, is_fp8),
         "together": 32 // heads, "shared_bytes": _shared_bytes(heads, is_fp8, stages),
+        "loads_early": loads_others_early(),
     }  # fmt: skip
     headers = {
         "wgmma.cuh": wgmma.header(heads, "bf16", "bf16"),

@@ -228,7 +228,8 @@ mla_decode_64(const __grid_constant__ TensorMap map, const uint8_t* cache, const
     if constexpr (config::programmatic) ptx::wait_and_launch_dependents();
     sync_all();
     // In each branch anew: registers that all branches share are spilled.
-    const auto items_here = [&] { return items_of(role, {lengths, length_step}, rows, max_parts, ranges, starts); };
+    int* const written = role.is_producer() ? starts : nullptr;
+    const auto items_here = [&] { return items_of(role, {lengths, length_step}, rows, max_parts, ranges, written); };
     if (!role.is_consumer()) {
         ptx::setmaxnreg_dec<config::fp8 ? 72 : 40>();
         Items items = items_here();

@@ -27,16 +27,15 @@ struct Role {
     __device__ __forceinline__ bool is_producer() const { return warp == consumer_threads / 32; }
 };
 
-// By all warps. Without parts the producer of the first thread block writes `starts`, which mla_merge.cu reads.
+// By all warps. Without parts the first thread block's warps that have `starts` write them, and mla_merge.cu reads them.
 __device__ __forceinline__ Items items_of(
     const Role& role, const Lengths& lengths, int rows, int max_parts, int ranges, int* starts) {
-    return Items(
-        lengths, rows, max_parts, ranges, role.range, !has_parts && role.is_producer() && blockIdx.x == 0 ? starts : nullptr);
+    return Items(lengths, rows, max_parts, ranges, role.range, !has_parts && blockIdx.x == 0 ? starts : nullptr);
 }
 
 // Writes the pages of all items to shared memory.
 template <class Producer>
-__device__ __forceinline__ void produce(Producer producer, const Arguments& arguments, Items& items) {
+__device__ __forceinline__ void produce(Producer&& producer, const Arguments& arguments, Items& items) {
     Item item;
     while (items.next(item))
         producer.load_item(

@@ -19,7 +19,7 @@ from octile.kernels.cuda.gemm import num_sms
 from octile.kernels.cuda.gemm.launch_plan import LaunchPlan, make_tma_readable, plan_launch
 from octile.kernels.cuda.gemm.request import GemmRequest
 from octile.kernels.cuda.jit import specialize, tensor_map
-from octile.kernels.cuda.jit.launch import knows_offsets, overlaps
+from octile.kernels.cuda.jit.launch import loads_others_early, overlaps
 from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def _options(request: GemmRequest) -> tuple[Hashable, ...]:
     return (
         request.schedule, request.out_dtype, request.accumulate, request.promote, request.zero_rest,
         request.expected_rows, tuple(request.a.block), tuple(request.b.block), num_sms.limit, num_sms.left_free,
-        overlaps(), knows_offsets(),
+        overlaps(), loads_others_early(),
     )  # fmt: skip
 
 

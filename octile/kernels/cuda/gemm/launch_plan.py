@@ -16,7 +16,7 @@ from octile.kernels.cuda.gemm.candidates import choose
 from octile.kernels.cuda.gemm.config import BLOCK_K, GemmConfig, Scales, Schedule, Store
 from octile.kernels.cuda.gemm.cost_model import MASKED_ROWS, Chip, Problem
 from octile.kernels.cuda.gemm.request import GemmRequest, Operand
-from octile.kernels.cuda.jit.launch import knows_offsets, overlaps
+from octile.kernels.cuda.jit.launch import loads_others_early, overlaps
 from octile.kernels.cuda.jit.tensor_map import BYTES, TensorMap
 from octile.kernels.memory_layout import VECTOR, padded
 
@@ -69,7 +69,7 @@ def plan_launch(request: GemmRequest, chip: Chip, config: GemmConfig | None = No
     Args:
         config: the kernel; None: the one that `choose` finds.
     """
-    is_early = request.schedule is Schedule.GROUPED and knows_offsets()
+    is_early = request.schedule is Schedule.GROUPED and loads_others_early()
     config = config or replace(choose(problem(request), chip), programmatic=overlaps(), early_groups=is_early)
     (a, a_scale, _), (b, b_scale, _) = (operand.parts() for operand in request.nt_operands())
     out = _out(request)

@@ -1,8 +1,9 @@
 """Launches of kernels that are specialized by constants: a kernel with its launch shape is prepared once.
 
 Within `overlapping_launches` kernels with a constant `programmatic` are launched by programmatic dependent launch. Each
-may start before the previous one of the stream has ended, and waits for it at its start. Dense GEMMs, within
-`offsets_are_older` grouped ones, products of heads and the gate of few rows load the first weights before.
+may start before the previous one of the stream has ended, and waits for it at its start. Dense GEMMs, products of heads
+and the gate of few rows load the first weights before, and within `only_activations_are_new` grouped GEMMs, too;
+attention of decoding loads the first pages there.
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
 
@@ -20,7 +21,7 @@ from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
 MAX_KEYS = 8192  # kernels with a launch shape
 _prepared: BoundedCache[PreparedKernel] = BoundedCache(MAX_KEYS)
 _overlapping: ContextVar[bool] = ContextVar("overlapping launches", default=False)
-_offsets_are_older: ContextVar[bool] = ContextVar("offsets are older than the previous kernel", default=False)
+_only_activations_are_new: ContextVar[bool] = ContextVar("only activations are of the previous kernel", default=False)
 
 
 @contextmanager
@@ -37,21 +38,23 @@ def overlapping_launches() -> Iterator[None]:
 
 
 @contextmanager
-def offsets_are_older() -> Iterator[None]:
-    """A context of `overlapping_launches` in which grouped GEMMs load weights early, too.
+def only_activations_are_new() -> Iterator[None]:
+    """A context of `overlapping_launches` in which grouped GEMMs and attention of decoding load more early.
 
-    The caller promises that their offsets were written by a kernel before the previous one of the stream.
+    The caller promises that all they read but rows of A and queries, such as offsets, lengths and cached pages, was
+    written by a kernel before the previous one of the stream. The previous one has waited for that before it let this
+    one start, or has ended.
     """
-    token = _offsets_are_older.set(True)
+    token = _only_activations_are_new.set(True)
     try:
         yield
     finally:
-        _offsets_are_older.reset(token)
+        _only_activations_are_new.reset(token)
 
 
-def knows_offsets() -> bool:
-    """Return whether launches overlap within `offsets_are_older`."""
-    return overlaps() and _offsets_are_older.get()
+def loads_others_early() -> bool:
+    """Return whether launches overlap within `only_activations_are_new`."""
+    return overlaps() and _only_activations_are_new.get()
 
 
 def overlaps() -> bool:

@@ -8,15 +8,19 @@ import torch
 from torch import Tensor
 
 from octile.kernels.cuda.attention import mla_decode
-from octile.kernels.cuda.jit.launch import overlapping_launches
+from octile.kernels.cuda.jit.launch import only_activations_are_new, overlapping_launches
 from tools import emulator
 
 
 def decode(
     q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, part: int, scale: float, seed: int = 0, n_sms: int = 3,
-    arithmetic: Literal["float32", "hopper"] = "float32", early: bool = False,
+    arithmetic: Literal["float32", "hopper"] = "float32", early: bool = False, older_cache: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Run both kernels on an emulated GPU of few SMs; if early, each begins before the previous one has written.
+    """Run both kernels on an emulated GPU of few SMs.
+
+    Args:
+        early: whether each begins before the previous one has written queries and cache, or partial results.
+        older_cache: whether the cache was written before, and is loaded early.
 
     Returns:
         o [rows, H, 512], partial results [slots, H, 512], lse [slots, H] and lse of rows [rows, H]; NaN where there are
@@ -24,7 +28,10 @@ def decode(
     """
     rows, n_heads, _ = q.shape
     is_fp8 = cache.dtype == torch.uint8
-    with overlapping_launches() if early else nullcontext():
+    with (
+        overlapping_launches() if early else nullcontext(),
+        only_activations_are_new() if older_cache else nullcontext(),
+    ):
         made = mla_decode.plan(rows, n_heads, is_fp8, part, len(lengths) // rows, n_sms)
     o = torch.full((rows, n_heads, 512), math.nan, dtype=torch.bfloat16)
     max_parts = mla_decode.parts_of(pages.shape[1], part)
@@ -44,7 +51,7 @@ def decode(
         shared_bytes=int(made.constants["shared_bytes"]),
         arguments=[described, cache, q, pages, lengths, o, partials, lse, starts, scale, n_heads, *steps, *others],
         headers=made.headers,
-        previous=[q, cache.view(torch.uint8)] if early else [],
+        previous=[q, *([] if older_cache else [cache.view(torch.uint8)])] if early else [],
         seed=seed,
         arithmetic=arithmetic,
     )

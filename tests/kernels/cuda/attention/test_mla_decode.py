@@ -85,6 +85,17 @@ def test_kernels_that_begin_early_read_nothing_before_the_previous_one_has_ended
     assert_as_reference(found, q, cache, pages, lengths, part > 0)
 
 
+@emulated
+@pytest.mark.parametrize("n_pages", [(1, 0, 3), (9, 2, 1)], ids=["fewer pages than stages", "more"])
+@FORMS
+def test_a_kernel_that_loads_an_older_cache_early_waits_before_it_reads_queries(dtype, n_pages: tuple[int, ...]):
+    q = torch.randn(3, 16, 576, generator=torch.Generator().manual_seed(0)).bfloat16()
+    pages = torch.randperm(3 * 9, generator=torch.Generator().manual_seed(1)).int().view(3, 9)
+    cache, lengths = filled_cache(27, 512, 64, dtype), torch.tensor([64 * n for n in n_pages], dtype=torch.int32)
+    found = decode(q, cache, pages, lengths, 0, SCALE, n_sms=2, early=True, older_cache=True)[0]
+    assert_as_reference(found, q, cache, pages, lengths)
+
+
 @pytest.mark.each_value
 @emulated
 @pytest.mark.parametrize("n_pages", [1, 2, 3, 4])
