@@ -1,7 +1,8 @@
 """Batches of each kind, for a server to compute before its first request: a new kind of step may need new kernels.
 
     prompts      of all numbers of rows that graphs have, next to a row that decodes: they begin, or continue
-    rows         that decode alone, of powers of two
+    rows         that decode alone, or next to a prompt, of powers of two: attention and the choice of tokens have other
+                 kernels for more rows, and outside of graphs
     long texts   of both, with more positions than `index_topk`
 
 All chunks name page 0 for all their positions: what computes them writes nothing to it.
@@ -53,6 +54,8 @@ def warm_up_batches(
     for start in (0, n):
         yield from (prompts(start, rows) for rows in sizes)
     yield from (Batch([chunk(n, 1, 1)] * rows) for rows in decoding)
+    together = [rows for rows in decoding if 1 < rows <= max_step_tokens - n]
+    yield from (Batch([*[chunk(n, 1, 1)] * rows, chunk(0, n, 1)]) for rows in together)
     if index_topk is not None and index_topk + n <= max_position:
         yield from (prompts(index_topk, min(1 + n, max_step_tokens)) for _ in sizes[:1])
         yield from (Batch([chunk(index_topk, 1, 1)] * rows) for rows in decoding)
