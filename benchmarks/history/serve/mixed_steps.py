@@ -2,7 +2,7 @@
 
 Random FP8 weights of V2-Lite's shape (or of the preset `tiny`), prompts of 1,024 tokens, steps of 2,048 tokens at most,
 as in `octile bench serve --peer vllm`. A line has the decode rows, the median of steps without prompts, and each step
-with two. Then the profile of one.
+with two. Then the profile of one. Kernels that are compiled after the start, when requests wait, are named.
 """
 
 import random
@@ -17,6 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from octile.bench.serve.peer.random_folder import V2_LITE, letter_tokenizer, write_random_folder
+from octile.kernels.cuda.jit import specialize
 from octile.serve.engine.config import CacheConfig, EngineConfig
 from octile.serve.engine.request import Sampling
 from octile.serve.weights.load import Folder
@@ -50,9 +51,28 @@ def add(engine, n, new_tokens):
         engine.add([draw.randrange(100, VOCABULARY) for _ in range(prompt)], sampling)
 
 
+def name_compiled():
+    """Name each kernel that is compiled, or read from the disk, from now on."""
+    compile_kernel = specialize.compile
+
+    def compile_and_name(kernel, *others):
+        print(f"compiled late: {kernel}", flush=True)
+        return compile_kernel(kernel, *others)
+
+    specialize.compile = compile_and_name
+    if device.type == "cuda":
+        import triton  # a machine without a GPU may have none
+
+        triton.knobs.runtime.jit_post_compile_hook = lambda **of: print(
+            f"compiled late: {of['repr'][:200]}", flush=True
+        )
+
+
 with tempfile.TemporaryDirectory() as folder:
     write_random_folder(Path(folder) / "model", model, "fp8", device, letter_tokenizer(VOCABULARY))
     engine, runner = Folder.open(Path(folder) / "model").load(device, EngineConfig(max_batch=256), CacheConfig())
+    runner.warm_up()
+    name_compiled()
     for number in map(int, numbers):
         add(engine, number, 400)
         while any(request.n_pending > 1 for request in engine._scheduler.running.values()) or engine._scheduler.waiting:
