@@ -96,7 +96,7 @@ def memory_of_rank(
     if layout.optimizer == "muon":
         matrices = routed / (dp // layout.ep) + (quantized + held_projection(c, own)) / dp
         moments -= (MOMENT_BYTES - MATRIX_MOMENT_BYTES) * matrices
-    # data-parallel ranks without a pipeline store each micro-batch's gradients alone, since hooks read them
+    # data-parallel ranks without a pipeline store the last micro-batch's gradients alone, since hooks read them
     hooked = layout.stages == 1 and dp > 1
     stores = layout.masters == "replicated" and schedule.n_micro_batches > 1 and hooked
     passes = {stage: pass_bytes(c, layout, stages[stage], stores) for stage in schedule.stages(rank)}

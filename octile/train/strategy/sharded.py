@@ -108,9 +108,6 @@ class ShardedStrategy(Strategy):
         """See `Strategy`."""
         self.shards.begin_gather()
 
-    def _adding(self) -> AbstractContextManager[object]:
-        return nullcontext()  # hooks of the shards take the gradients
-
     def _reducing(self, is_last: bool) -> AbstractContextManager[object]:
         return self.shards.reducing() if is_last else nullcontext()
 

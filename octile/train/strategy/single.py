@@ -209,7 +209,7 @@ class Strategy:
         for number, micro_batch_BS in enumerate(micro_batches, 1):
             parts = sequences / len(micro_batch_BS)
             self.ranks.begin(f"passes of micro-batch {number - 1}")
-            with self._adding(), self._reducing(is_last=number == len(micro_batches)):
+            with self._reducing(is_last=number == len(micro_batches)), self._adding():  # not where hooks take gradients
                 sums["loss"] = sums["loss"] + passes.backward(micro_batch_BS, parts, labels_2)
             for name, value in self.model.last_losses.items():
                 sums[name] = sums[name] + value / parts

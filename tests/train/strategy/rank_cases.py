@@ -269,14 +269,24 @@ def check_own_rows(store: TokenStore, ranks: Ranks) -> None:
     read: list[int] = []
     windows = batches._windows
 
-    def counted(tokens, window_B, sequence_length):
+    def counted(tokens, window_B, *settings):
         read.append(len(window_B))
-        return windows(tokens, window_B, sequence_length)
+        return windows(tokens, window_B, *settings)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batches, "_windows", counted)
         steps(own, 1)
     assert read == [own.config.batch_size // ranks.size]
+
+
+def check_added_in_place(store: TokenStore, ranks: Ranks) -> None:
+    """GEMMs add to the gradients of earlier micro-batches, but in the last one, whose gradients hooks take."""
+    own = on_ranks(store, ranks, micro_batches=4, recipe="deepseek_v3")
+    added: list[bool] = []
+    weight = own.model.get_parameter("model.layers.0.mlp.down_proj.weight")
+    own.model.register_forward_hook(lambda *_: added.append(hasattr(weight, "main_grad")))
+    own.step()
+    assert added == [False, True, True, False]
 
 
 def check_checkpoint_timeout(store: TokenStore, ranks: Ranks) -> None:
@@ -615,6 +625,7 @@ def cases(world: int) -> dict[str, object]:
         "collected-float32": lambda s, r: check_collected(s, r, 1),
         "collected-deepseek_v3": lambda s, r: check_collected(s, r, 2, recipe="deepseek_v3"),
         "own_rows": check_own_rows,
+        "added_in_place": check_added_in_place,
         "too_many_rows": check_too_many_rows,
         "checkpoint_timeout": check_checkpoint_timeout,
         "refused_exchange": check_refused_exchange,
