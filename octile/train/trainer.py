@@ -90,8 +90,8 @@ class Trainer:
         packed = store.manifest.packed
         max_texts = None if packed is None else packed.max_texts
         self.passes = Passes(self.model, device, recipe.compute, self.progress, self.loss_scale, max_texts)
-        self.batches = Batches(store.train, batch_ramp(config), config.sequence_length - 1, config.seed)
-        self._prepared = PreparedBatches(self._own_batch, AHEAD if on_gpu else 0, pin=on_gpu)
+        self.batches = Batches(store.train, batch_ramp(config), config.sequence_length - 1, config.seed, pin=on_gpu)
+        self._prepared = PreparedBatches(self._own_batch, AHEAD if on_gpu else 0)
         self.skips = Skips(config.skip_limit, self.strategy.names.parameters, device)
         self._state = TrainingState(
             self.strategy, self.optimizer, self.ema, self.loss_scale, self.progress, self.skips, store

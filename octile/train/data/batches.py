@@ -34,12 +34,13 @@ STEPS = 8  # whose windows are permuted together
 class Batches:
     """Shuffled windows of a token array, which may be memory-mapped or streamed; a batch reads only its own tokens."""
 
-    def __init__(self, tokens: Tokens, batch_size: int | BatchRamp, sequence_length: int, seed: int):
+    def __init__(self, tokens: Tokens, batch_size: int | BatchRamp, sequence_length: int, seed: int, pin: bool = False):
         """
         Args:
             tokens: [T] of any integer dtype, T > sequence_length.
             batch_size, sequence_length: B and S, at least 1; or B as a function of the step.
             seed: at least 0.
+            pin: whether batches are written to pinned memory, from which a GPU copies while the host works.
         """
         self.n_windows = count_windows(tokens, sequence_length)
         if isinstance(batch_size, int):
@@ -49,6 +50,7 @@ class Batches:
         if seed < 0:
             raise ValueError(f"seed must be at least 0, not {seed}")
         self.tokens, self.batch_sizes, self.sequence_length, self.seed = tokens, batch_size, sequence_length, seed
+        self._pin = pin
         self._window_numbers: dict[tuple[int, int, int], npt.NDArray[np.int64]] = {}  # see `_permuted_from`
 
     def batch(self, step: int, rank: int = 0, n_ranks: int = 1) -> Tensor:
@@ -67,7 +69,7 @@ class Batches:
         key = step, rank, n_ranks
         if key not in self._window_numbers:
             self._window_numbers = self._permuted_from(*key)
-        return _windows(self.tokens, self._window_numbers[key], self.sequence_length)
+        return _windows(self.tokens, self._window_numbers[key], self.sequence_length, self._pin)
 
     def _permuted_from(self, step: int, rank: int, n_ranks: int) -> dict[tuple[int, int, int], npt.NDArray[np.int64]]:
         """Return the windows of a rank in STEPS steps, permuted together, by step, rank and number of ranks.
@@ -93,16 +95,15 @@ class PreparedBatches:
     thread never waits, so that a process can end at any time.
     """
 
-    def __init__(self, batch: Callable[[int], Tensor], ahead: int, pin: bool = False):
+    def __init__(self, batch: Callable[[int], Tensor], ahead: int):
         """
         Args:
             batch: batch(step), such as `Batches.batch`.
             ahead: how many are prepared; 0: there is no thread.
-            pin: whether they lie in pinned memory, from which a GPU copies while the host works.
         """
         if ahead < 0:
             raise ValueError(f"ahead must be at least 0, not {ahead}")
-        self._batch, self._ahead, self._pin = batch, ahead, pin
+        self._batch, self._ahead = batch, ahead
         self._thread: ThreadPoolExecutor | None = None
         self._next = 0  # the step of the first of the prepared batches
         self._prepared: deque[Future[Tensor]] = deque()
@@ -110,14 +111,14 @@ class PreparedBatches:
     def batch(self, step: int) -> Tensor:
         """The batch of one step. Raises what preparing it raised."""
         if not self._ahead:
-            return self._prepare(step)
+            return self._batch(step)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="octile-batches")
         if step != self._next:
             self._drop()
             self._next = step
         while len(self._prepared) <= self._ahead:
-            self._prepared.append(self._thread.submit(self._prepare, self._next + len(self._prepared)))
+            self._prepared.append(self._thread.submit(self._batch, self._next + len(self._prepared)))
         self._next += 1
         return self._prepared.popleft().result()
 
@@ -132,10 +133,6 @@ class PreparedBatches:
         for future in self._prepared:
             future.cancel()
         self._prepared.clear()
-
-    def _prepare(self, step: int) -> Tensor:
-        tokens_BS = self._batch(step)
-        return tokens_BS.pin_memory() if self._pin else tokens_BS
 
 
 def validation_windows(tokens: Tokens, sequence_length: int, n: int) -> Tensor:
@@ -161,14 +158,18 @@ def count_windows(tokens: Tokens, sequence_length: int) -> int:
     return (len(tokens) - 1) // sequence_length
 
 
-def _windows(tokens: Tokens, window_B: npt.NDArray[np.int64], sequence_length: int) -> Tensor:
+def _windows(tokens: Tokens, window_B: npt.NDArray[np.int64], sequence_length: int, pin: bool = False) -> Tensor:
     if isinstance(tokens, PackedTokens):
-        return tokens.sequences(window_B)
+        return tokens.sequences(window_B, pin)
     begin_B = window_B * sequence_length
     if isinstance(tokens, StreamedTokens):
-        return torch.from_numpy(tokens.windows(begin_B, sequence_length + 1).astype(np.int64))
-    windows_TS = sliding_window_view(tokens, sequence_length + 1)  # whose rows are copied whole, not token by token
-    return torch.from_numpy(windows_TS[begin_B].astype(np.int64))
+        windows_BS = tokens.windows(begin_B, sequence_length + 1)
+    else:  # rows of a view are copied whole, not token by token
+        windows_BS = sliding_window_view(tokens, sequence_length + 1)[begin_B]
+    # written once: pinned memory is used again, and an int64 array in between would be allocated for each batch
+    batch_BS = torch.empty(windows_BS.shape, dtype=torch.int64, pin_memory=pin)
+    batch_BS.numpy()[...] = windows_BS
+    return batch_BS
 
 
 def permute(index: npt.NDArray[np.int64], n: int, seed: tuple[int, ...]) -> npt.NDArray[np.int64]:

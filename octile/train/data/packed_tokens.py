@@ -48,11 +48,12 @@ class PackedTokens:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def sequences(self, number_B: npt.NDArray[np.int64]) -> Tensor:
-        """Read sequences by their numbers: int64 [B, S, 2], the token and its mark."""
-        position_BS = number_B[:, None] * self.sequence_length + np.arange(self.sequence_length)
-        both = self.tokens[position_BS].astype(np.int64), self.marks[position_BS].astype(np.int64)
-        return torch.from_numpy(np.stack(both, axis=-1))
+    def sequences(self, number_B: npt.NDArray[np.int64], pin: bool = False) -> Tensor:
+        """Read sequences by their numbers: int64 [B, S, 2], the token and its mark; in pinned memory if asked for."""
+        batch_BS2 = torch.empty(len(number_B), self.sequence_length, 2, dtype=torch.int64, pin_memory=pin)
+        for i, values in enumerate((self.tokens, self.marks)):
+            batch_BS2.numpy()[..., i] = values.reshape(-1, self.sequence_length)[number_B]
+        return batch_BS2
 
 
 def is_packed(batch: Tensor) -> bool:
