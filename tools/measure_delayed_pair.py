@@ -31,7 +31,7 @@ from octile.nn.conversion import apply_recipe
 from octile.nn.dispatcher import InFlight, LocalDispatcher
 from octile.nn.moe import MoE
 from octile.recipe import Recipe
-from tools.measure_pair import LAYERS, MARK, ROUNDS, SIZES, TOKENS, WAYS, Passes, capture, clear, replay, times, warm_up
+from tools.measure_pair import LAYERS, MARK, ROUNDS, SIZES, TOKENS, WAYS, Passes, capture, replay, times, warm_up
 
 FLOPS_PER_MS = 1e12  # of GEMMs in FP8 on the SMs that are left, at most
 
@@ -119,14 +119,12 @@ def main(size: str, delays: Sequence[float]) -> None:
     without: dict[str, float] = {}
     for exchanges.ms in (0.0, *delays):
         for way in WAYS:
-            clear(passes, parameters)
             exchanges.begun = 0
             passes.begin()
             outside = exchanges.begun
             passes.pair(way)
             of_pair = exchanges.begun - outside
             passes.end()
-            clear(passes, parameters)
             graphs = capture(passes, way, requests)
             replay(graphs)
             found = median([ms for _ in range(ROUNDS) for ms in times(graphs)])

@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 2 -m tools.measure_pair v3 FOLDER SECONDS
 
 The experts of all layers are spread over both GPUs, on symmetric memory. The two passes are those of an overlapped pair
-of a pipeline, captured in a CUDA graph, with the kernels that `octile.parallel.pipeline` launches. Written to FOLDER: a
-line for each way to run them, and a trace of the pair on each rank, of which `python -m tools.exposed_communication`
-computes how much of the communication is exposed. A process ends after SECONDS.
+of a pipeline, captured in a CUDA graph, with the kernels that `octile.parallel.pipeline` launches: GEMMs add to the
+gradients of earlier micro-batches. Written to FOLDER: a line for each way to run them, and a trace of the pair on each
+rank, of which `python -m tools.exposed_communication` computes how much of the communication is exposed. A process ends
+after SECONDS.
 
 The layers have the sizes of DeepSeek-V3 (v3, with 32 experts of 256) or of V2-Lite (v2_lite, with all 64); a rank has
 4096 tokens.
@@ -38,6 +39,7 @@ from octile.nn.fused.quantize import quantize_requested
 from octile.nn.interleave import run_interleaved
 from octile.nn.moe import MoE, share_of_experts
 from octile.nn.weight_cache import WeightRequest, quantized_once_in_capture, recorded_requests
+from octile.optim.gradient import added_in_place
 from octile.parallel import shard_experts
 from octile.recipe import Recipe
 from octile.train.step.kernel_records import is_communication
@@ -67,9 +69,11 @@ class Passes:
         self.edges[i] = [get_gradient_edge(t) for t in outputs]
 
     def backward(self, i: int) -> None:
-        torch.autograd.backward(self.edges.pop(i), [self.dh, self.one])
+        with added_in_place((self.second if i else self.first).parameters()):
+            torch.autograd.backward(self.edges.pop(i), [self.dh, self.one])
 
     def begin(self) -> None:
+        self.h.grad = None  # of a replay, which the memory of its graph holds
         self.forward(1)
 
     def pair(self, way: str) -> None:
@@ -88,16 +92,10 @@ class Passes:
         self.end()
 
 
-def clear(passes: Passes, parameters: Sequence[Tensor]) -> None:
-    for t in (passes.h, *parameters):
-        t.grad = None
-
-
 def warm_up(passes: Passes, parameters: Sequence[Tensor]) -> Sequence[WeightRequest]:
-    """Run the passes eagerly, and return which weights they quantize once a step."""
+    """Run the passes eagerly, and return which weights they quantize once a step. Parameters then have gradients."""
     passes.run("sequence")
     torch.optim.SGD(parameters, 0.0).step()  # of weights that an optimizer writes
-    clear(passes, parameters)
     with recorded_requests() as requests:
         passes.run("interleaved")
     return requests
@@ -198,9 +196,7 @@ def main(size: str, folder: Path, seconds: float) -> None:
     report(f"ran eagerly; rows of the experts of each rank by layer {loads}, too many {bool(too_many_rows)}")
     graphs, found = {}, {way: list[float]() for way in WAYS}
     for way in WAYS:
-        clear(passes, parameters)
         passes.run(way)  # compiles what the graphs need
-        clear(passes, parameters)
         graphs[way] = capture(passes, way, requests)
         replay(graphs[way])
     torch.cuda.synchronize()
@@ -214,7 +210,7 @@ def main(size: str, folder: Path, seconds: float) -> None:
         described = trace(graphs[way], folder / f"{size}_{way}_{rank}.json.gz")
         all_ms = ", ".join(f"{ms:.2f}" for ms in found[way])
         report(f"{size}, {way}: median {median(found[way]):.3f} ms of {all_ms}; trace: {described}")
-    clear(passes, parameters)
+    passes.h.grad = None
     graphs.clear()  # they hold the memory of the ranks' exchanges
     gc.collect()
     dist.barrier()
