@@ -13,7 +13,7 @@ from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
 from octile.ops.attention import attention, ragged_attention
 from octile.ops.latent_cache import read_latents, write_latents
-from octile.ops.paged_attention import paged_attention
+from octile.ops.paged_attention import paged_attention, paged_attention_with_lse
 from octile.ops.row_invariant import row_invariant_matmul_nt
 from octile.serve.runner import step
 from octile.serve.runner.model_runner import ModelRunner
@@ -316,6 +316,27 @@ def test_paged_attention_hides_no_nan(part: int):
     found = paged_attention(q, cache, pages, lengths, 512, 0.02, part)
     assert found[2:].isnan().all()
     assert torch.equal(found[:2], before[:2])
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("part", [512, 2048])
+def test_rows_of_a_short_latent_have_the_same_bits_alone_and_in_whole_texts(cache_dtype: torch.dtype, part: int):
+    """Of 256 channels, as `small` has them, with 6 heads, so that blocks of 128 begin and end within rows."""
+    cache = new_cache(2 * 32, 256, 64, cache_dtype)
+    write_latents(cache, torch.arange(2 * 2048), *random_rows(2 * 2048, 256, 64))
+    pages = torch.arange(2 * 32).int().view(2, 32).repeat_interleave(2048, 0)
+    q = torch.randn(2 * 2048, 6, 320).bfloat16().cuda()
+    texts = cache.cuda(), pages.cuda(), torch.arange(1, 2049).repeat(2).int().cuda()
+    o, lse = paged_attention_with_lse(q, *texts, 256, 0.05, part, 2048)
+    for rows_per_text in (1, 4):
+        found, found_lse = paged_attention_with_lse(q, *texts, 256, 0.05, part, rows_per_text)
+        assert torch.equal(found, o)
+        assert torch.equal(found_lse, lse)
+    more_pages = torch.cat((texts[1], texts[1]), dim=1)  # of more parts, which are not merged where they are empty
+    for row in (0, 20, 21, 1000, 2047, 4095):
+        own = slice(row, row + 1)
+        assert torch.equal(paged_attention(q[own], texts[0], texts[1][own], texts[2][own], 256, 0.05, part), o[own])
+        assert torch.equal(paged_attention(q[own], texts[0], more_pages[own], texts[2][own], 256, 0.05, part), o[own])
 
 
 def test_rows_of_a_gemm_in_high_precision_do_not_depend_on_each_other():

@@ -56,7 +56,7 @@ QUANTIZED_HEADS: dict[str, int] = {"ROWS": 64, "FEW_ROWS": 16, "num_warps": 8}
 # an SM (benchmarks/history/serve).
 PAGED_ATTENTION: dict[str, int] = {
     "MAX_HEADS": 16, "MAX_HEADS_OF_ROWS": 128, "MAX_SPLITS": 64, "KEYS": 32, "KEYS_OF_ROWS": 64, "PROGRAMS": 8,
-    "num_stages": 2
+    "num_stages": 2, "STAGES_OF_ROWS": 5,
 }  # fmt: skip
 # Rows of a program, and keys at a time; on GPUs with less shared memory than Hopper smaller ones, which do not spill.
 RAGGED_ATTENTION: dict[str, int] = {"ROWS": 128, "KEYS": 64, "num_warps": 8, "num_stages": 3}

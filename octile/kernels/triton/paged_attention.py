@@ -8,8 +8,9 @@
 
 The splits of a row follow from its own length: equally many pages each, the last ones fewer or none. With parts each
 split is a part, which is merged where the row has positions in more than the first one, so that bits do not depend on
-the pages of the other rows. Consecutive rows of a text are then one row with the heads of all of them, which reads its
-pages once: the keys behind a row's length have weights of zero, and leave its maximum and its sums as they are.
+the pages of the other rows. Consecutive rows of a text are then one row with the heads of all of them. Its blocks are
+full, and each reads its pages once: the keys behind a row's length have weights of zero, and leave its maximum and its
+sums as they are. Blocks of later rows, which have more keys, begin first.
 
 A split without positions has the logarithm -inf and no result. A split whose scores are NaN has NaN for both, and so
 has its row. Grids follow from shapes, so both can be captured in a CUDA graph.
@@ -22,13 +23,14 @@ from torch import Tensor
 
 from octile.kernels.hopper import SHARED_BYTES
 from octile.kernels.triton import compile_cases as cases
-from octile.kernels.triton.device import device_properties
+from octile.kernels.triton.device import DeviceProperties, device_properties
 from octile.kernels.triton.fp8_bits import as_encoded, to_float
 from octile.kernels.triton.launch_config import MERGE_SPLITS, PAGED_ATTENTION
 
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.402823466e38)  # the maximum of no scores, of which -inf can be subtracted
 MAX_LATENT_OF_ROWS = 256  # channels of a latent to which rows of a text attend in blocks of more heads
+RESERVED_BYTES = 1024  # of shared memory, for page numbers and sums of warps
 MAX_PARTIALS = 2**20  # of a launch with parts, of one head each: with 512 channels 2 GiB
 
 
@@ -75,8 +77,8 @@ def launch_with_lse(
     lse = q.new_empty(rows, heads, dtype=torch.float32)
     if not o.numel() or not pages.shape[1]:
         return o.zero_(), lse.fill_(float("-inf"))
-    together = rows_together(heads, choose_heads(q, latent_dim, part), rows_per_text)
     n_parts = -(-pages.shape[1] * cache.shape[1] // part)
+    together = rows_together(heads * n_parts, rows_per_text)
     at_once = max(MAX_PARTIALS // (n_parts * together * heads), 1) * together
     for q_R, pages_R, lengths_R, o_R, lse_R in zip(
         *(t.split(at_once) for t in (q, pages, lengths, o, lse)), strict=True
@@ -87,9 +89,13 @@ def launch_with_lse(
     return o, lse
 
 
-def rows_together(n_heads: int, block: int, rows_per_text: int) -> int:
-    """Return how many of a text's consecutive rows are one row with the heads of all of them, of `block` at most."""
-    return max(n for n in range(1, max(block // n_heads, 1) + 1) if rows_per_text % n == 0)
+def rows_together(partials: int, rows_per_text: int) -> int:
+    """Return how many of a text's consecutive rows are one row with the heads of all of them.
+
+    All of them, if a launch can have so many partial results, of which a row has `partials`.
+    """
+    most = min(max(MAX_PARTIALS // partials, 1), rows_per_text)
+    return next(n for n in range(most, 0, -1) if rows_per_text % n == 0)
 
 
 def choose_heads(q: Tensor, latent_dim: int, part: int) -> int:
@@ -132,25 +138,25 @@ def attend(
     if is_fp8:  # the same bytes in three dtypes
         data, scales, ropes = (cache.view(dtype) for dtype in (torch.float8_e4m3fn, torch.float32, torch.bfloat16))
         data = as_encoded(data)
-    is_merged = n_splits == 1 and not part
-    queries = len(lengths) // rows
-    partial = o if is_merged else q.new_empty(rows, heads, n_splits, latent_dim, dtype=torch.float32)
-    lse_of_splits = q.new_empty(rows, heads, n_splits, dtype=torch.float32)
+    is_merged, queries, partial, lse_of_splits = n_splits == 1, len(lengths) // rows, o, o if lse is None else lse
+    if not is_merged:
+        partial = q.new_empty(rows, heads, n_splits, latent_dim, dtype=torch.float32)
+        lse_of_splits = q.new_empty(rows, heads, n_splits, dtype=torch.float32)
+    cs, rs = max(triton.next_power_of_2(latent_dim), 128), max(triton.next_power_of_2(width - latent_dim), 16)
     with torch.cuda.device_of(q):
-        attend_pages[(rows, head_blocks, n_splits)](
+        attend_pages[(rows * head_blocks, n_splits)](
             q, data, scales, ropes, pages, lengths, o, partial, lse_of_splits,
-            scale, heads, cache.shape[2], pages.stride(0), lengths.stride(0), n_splits, part // cache.shape[1],
-            PAGE=cache.shape[1], KEYS=keys, C=latent_dim, CS=max(triton.next_power_of_2(latent_dim), 128),
-            R=width - latent_dim, RS=max(triton.next_power_of_2(width - latent_dim), 16), HEADS=block_h, FP8=is_fp8,
-            QUERIES=queries, MERGED=is_merged, PARTS=part > 0,
+            scale, heads, queries, cache.shape[2], pages.stride(0), lengths.stride(0), n_splits, part // cache.shape[1],
+            PAGE=cache.shape[1], KEYS=keys, C=latent_dim, CS=cs, R=width - latent_dim, RS=rs,
+            HEADS=block_h, FP8=is_fp8, MERGED=is_merged, PARTS=part > 0,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            num_warps=num_warps, num_stages=PAGED_ATTENTION["num_stages"],
+            num_warps=num_warps, num_stages=choose_stages(block_h, keys, cs + rs, is_fp8, gpu),
         )  # fmt: skip
         if not is_merged:
-            merge_splits[(rows, heads)](
-                partial, lse_of_splits, lengths, o, lse_of_splits if lse is None else lse, heads, lengths.stride(0),
-                n_splits, part, QUERIES=queries, PARTS=part > 0, C=latent_dim, CS=triton.next_power_of_2(latent_dim),
-                **MERGE_SPLITS,
+            merge_splits[(rows * heads,)](
+                partial, lse_of_splits, lengths, o, lse_of_splits if lse is None else lse, heads // queries,
+                lengths.stride(0), n_splits, part, PARTS=part > 0, C=latent_dim,
+                CS=triton.next_power_of_2(latent_dim), **MERGE_SPLITS,
             )  # fmt: skip
 
 
@@ -160,6 +166,18 @@ def choose_splits(programs: int, num_sms: int) -> int:
     return min(max(splits, 1), PAGED_ATTENTION["MAX_SPLITS"])
 
 
+def choose_stages(block_h: int, keys: int, columns: int, is_fp8: bool, gpu: DeviceProperties) -> int:
+    """Return the stages of a program's loop: for rows of a text as many as it takes to load two blocks of keys ahead.
+
+    With fewer a block is loaded while the one before is multiplied with the softmax's weights, which takes less time.
+    Queries and blocks of keys have `columns` BF16 channels. Rows in FP8 would spill.
+    """
+    takes_rows = block_h > PAGED_ATTENTION["MAX_HEADS"] and not is_fp8
+    if takes_rows and (block_h + 3 * keys) * columns * 2 < gpu.shared_bytes - RESERVED_BYTES:
+        return PAGED_ATTENTION["STAGES_OF_ROWS"]
+    return PAGED_ATTENTION["num_stages"]
+
+
 def compile_cases() -> cases.CompileCases:
     """The launches that `compile_all` compiles."""
     pages, lengths = cases.empty(256, 64, dtype=torch.int32), cases.empty(256, dtype=torch.int32)
@@ -167,30 +185,35 @@ def compile_cases() -> cases.CompileCases:
     def paged(heads: int, cached: torch.dtype, part: int = 0) -> None:
         launch(cases.empty(256, heads, 576), cases.latent_cache(cached), pages, lengths, 512, 0.1, part, 4)
 
+    def of_small() -> None:
+        launch(cases.empty(256, 6, 320), cases.empty(4096, 64, 320), pages[:, :32], lengths, 256, 0.1, 2048, 256)
+
     return {
         "paged attention": lambda: paged(16, cases.BF16),
         "paged attention of V3, FP8": lambda: paged(128, torch.uint8),
         "paged attention, parts": lambda: paged(16, cases.BF16, 512),
         "paged attention of V3, FP8, parts": lambda: paged(128, torch.uint8, 512),
+        "paged attention of small, one part": of_small,
     }
 
 
-@triton.jit(do_not_specialize=["n_splits", "part_pages", "page_row"])  # which depend on the step's rows
+@triton.jit(do_not_specialize=["heads", "queries", "page_row", "n_splits", "part_pages"])  # of the step's rows
 def attend_pages(
-    q, data, scales, ropes, pages, lengths, o, partial, lse, scale, heads, row_size, page_row, length_step, n_splits,
-    part_pages,
+    q, data, scales, ropes, pages, lengths, o, partial, lse, scale, heads, queries, row_size, page_row, length_step,
+    n_splits, part_pages,
     PAGE: tl.constexpr, KEYS: tl.constexpr, C: tl.constexpr, CS: tl.constexpr, R: tl.constexpr, RS: tl.constexpr,
-    HEADS: tl.constexpr, FP8: tl.constexpr, QUERIES: tl.constexpr, MERGED: tl.constexpr, PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, FP8: tl.constexpr, MERGED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the split's normalized result and the logarithm, to base 2, of its softmax's denominator.
 
-    The result is final with MERGED, and that of a first part where the row has no positions in others.
+    With MERGED, of a single split, the result is final, and with PARTS lse is the natural logarithm. The result of a
+    first part is final, too, where the row has no positions in others.
     """
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(2)
-    h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    query = row * QUERIES + h // (heads // QUERIES)
+    blocks = tl.cdiv(heads, HEADS)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    split = tl.program_id(1)
+    h = (blocks - 1 - tl.program_id(0) % blocks) * HEADS + tl.arange(0, HEADS)
+    query = row * queries + h // (heads // queries)
     own = tl.load(lengths + query * length_step, mask=h < heads, other=0)
     length = tl.max(own, axis=0)
     n_pages = tl.cdiv(length, PAGE)
@@ -241,6 +264,8 @@ def attend_pages(
     at = out[:, None] * C + c[None, :]
     if MERGED:
         tl.store(o + at, result.to(o.dtype.element_ty), mask=mask)
+        if PARTS:
+            tl.store(lse + out, (highest + tl.log2(total)) * LN2, mask=h < heads)
     else:
         is_partial = total != 0
         if PARTS:
@@ -256,17 +281,16 @@ def attend_pages(
 @triton.jit(do_not_specialize=["n_splits", "part"])
 def merge_splits(
     partial, lse_of_splits, lengths, o, lse, heads, length_step, n_splits, part,
-    QUERIES: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr, CS: tl.constexpr,
+    PARTS: tl.constexpr, C: tl.constexpr, CS: tl.constexpr,
 ):  # fmt: skip
-    """Add the splits of one row and head, weighted by their shares of the softmax's denominator, in their order.
+    """Add the splits of one of the heads of a query, weighted by their shares of the softmax's denominator, in order.
 
     With parts it also writes lse, the natural logarithm of that denominator.
     """
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    out = row * heads + head
+    out = tl.program_id(0).to(tl.int64)
     count = n_splits
     if PARTS:
-        count = tl.cdiv(tl.load(lengths + (row * QUERIES + head // (heads // QUERIES)) * length_step), part)
+        count = tl.cdiv(tl.load(lengths + out // heads * length_step), part)
         if count <= 1:
             tl.store(lse + out, tl.load(lse_of_splits + out * n_splits) * LN2)
             return

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from octile.kernels.hopper import SHARED_BYTES
 from octile.kernels.triton import paged_attention as kernel
+from octile.kernels.triton.device import DeviceProperties
 from octile.ops.latent_cache import PAGE, fp8_rows
 from octile.ops.paged_attention import paged_attention, paged_attention_with_lse
 from tests.kernels.triton.gpus import EVERY_GPU, any_gpu, every_cache
@@ -91,9 +93,30 @@ def test_rows_of_a_text_that_attend_together_have_the_values_of_rows_alone(dtype
     torch.testing.assert_close(lse, expected, rtol=2**-8, atol=2**-8)
 
 
-@pytest.mark.parametrize(("n_heads", "block", "rows"), [(6, 64, 8), (16, 64, 4), (3, 16, 4), (64, 64, 1), (128, 64, 1)])
-def test_as_many_rows_of_a_text_attend_together_as_a_program_has_heads_for(n_heads: int, block: int, rows: int):
-    assert kernel.rows_together(n_heads, block, 8) == rows
+@any_gpu
+@pytest.mark.usefixtures("new_memory_is_nan")
+@pytest.mark.parametrize("part", [64, 256])
+def test_a_block_takes_heads_of_any_rows_of_a_text(part: int):
+    """Of two texts of 11 rows with 3 heads: 33 heads in blocks of 16, which begin and end within rows."""
+    lengths = torch.tensor([*range(59, 70), *range(190, 200), 0], dtype=torch.int32)
+    pages, cache = PAGES[:2].repeat_interleave(11, 0), filled_cache(20, 40, 8, torch.float32)
+    q = torch.randn(22, 3, 48, generator=torch.Generator().manual_seed(1))
+    found = kernel.launch_with_lse(q, cache, pages, lengths, 40, 0.1, part, 11)
+    expected = paged_attention_with_lse.reference(q, cache, pages, lengths, 40, 0.1, part)
+    torch.testing.assert_close(found[0], expected[0], rtol=2**-17, atol=2**-17 * 32.0)
+    torch.testing.assert_close(found[1], expected[1], rtol=2**-17, atol=2**-12)
+
+
+@pytest.mark.parametrize(("partials", "rows"), [(6, 2048), (2**9, 2048), (2**10, 1024), (1536, 512), (2**21, 1)])
+def test_all_rows_of_a_text_attend_together_unless_their_partial_results_are_too_many(partials: int, rows: int):
+    assert kernel.rows_together(partials, 2048) == rows
+
+
+def test_two_blocks_of_keys_are_loaded_ahead_where_shared_memory_has_room_for_them():
+    hopper = DeviceProperties(num_sms=132, shared_bytes=SHARED_BYTES, fp8=True)
+    assert [kernel.choose_stages(128, 64, columns, False, hopper) for columns in (256 + 64, 256 + 128)] == [5, 2]
+    assert kernel.choose_stages(128, 64, 256 + 64, True, hopper) == 2
+    assert kernel.choose_stages(16, 32, 512 + 64, False, hopper) == 2
 
 
 @pytest.fixture
