@@ -16,28 +16,14 @@ Shapes: S positions, H heads, R rotary channels of a head.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from octile.nn.tables import table
+
 CosSin = tuple[Tensor, Tensor]  # each [S, R/2] float32
-
-# rotary embedding, positions, device → table; None outside of `tables_once`
-_tables: ContextVar[dict[tuple[Rope, int, torch.device], CosSin] | None] = ContextVar("rotary tables", default=None)
-
-
-@contextmanager
-def tables_once() -> Iterator[None]:
-    """Context of several forward passes, in which `Rope.table` computes the table of a length once."""
-    token = _tables.set({})
-    try:
-        yield
-    finally:
-        _tables.reset(token)
 
 
 @dataclass(frozen=True)
@@ -69,15 +55,8 @@ class Rope:
         return angle_SR.cos() * size, angle_SR.sin() * size
 
     def table(self, length: int, device: torch.device) -> CosSin:
-        """Return `cos_sin` of the first `length` positions; inside `tables_once`, that of an earlier call."""
-        tables = None if torch.compiler.is_compiling() else _tables.get()
-        key = self, length, device
-        found = None if tables is None else tables.get(key)
-        if found is None:
-            found = self.cos_sin(torch.arange(length, device=device))
-            if tables is not None:
-                tables[key] = found
-        return found
+        """Return `cos_sin` of the first `length` positions; inside `tables_once`, those of an earlier call."""
+        return table((self, length, device), lambda: self.cos_sin(torch.arange(length, device=device)))
 
     @property
     def softmax_factor(self) -> float:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from octile.models.stages import split_stages, with_stages
-from octile.nn.rope import Rope, tables_once
+from octile.nn.rope import Rope
+from octile.nn.tables import tables_once
 from tests.models.conftest import MINI_V2, MINI_V3, build
 
 EMBEDDING = "model.embed_tokens.weight"

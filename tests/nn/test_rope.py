@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from octile.nn.fused.rotary import rotate
 from octile.nn.interleave import run_interleaved
-from octile.nn.rope import Rope, tables_once
+from octile.nn.rope import Rope
+from octile.nn.tables import tables_once
 
 V3 = Rope(64, factor=40.0, mscale=1.0, mscale_all_dim=1.0)
 

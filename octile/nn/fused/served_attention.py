@@ -5,7 +5,8 @@
                 o → 1×128 for the GEMM, and → E5M6, saved once
                 y = o · w_oᵀ
     backward    dy → 1×128 and 128×1, do = dy · w_o
-                q recomputed, and k, v = rows · w_kvᵀ in high precision
+                q recomputed, or as saved, as the recipe's `latent_attention_inputs` says
+                k, v = rows · w_kvᵀ in high precision
                 dq, dk, dv from q, k, v, the saved o and the softmax's denominators → 1×128 and 128×1
                 dx_q = dq · w_q, dlatent = (dk, dv) · w_kv
                 dw: three GEMMs; the saved o → 128×1, x_q and the rows recomputed → 128×1
@@ -22,7 +23,7 @@ value, X = N + R, W = C + R; a text has P pages.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,7 @@ from octile.nn.fused.linear import nt
 from octile.nn.fused.mla import Heads, projections_backward
 from octile.nn.fused.quantize import WeightForms, quantize_operand
 from octile.nn.rope import CosSin
+from octile.nn.tables import table
 from octile.ops.absorbed_attention import ROWS, absorb, attend_with_lse
 from octile.ops.attention import attention_backward
 from octile.ops.latent_cache import PAGE, read_latents, row_bytes, write_latents
@@ -91,7 +93,9 @@ class _ServedAttention(torch.autograd.Function):
         y_TD, saved_o = output(o_BSHV, layers, 2, weights, w_o)
 
         layers.report_fprop(0, weights, lambda: x_q_TK, x_q.q, w_q)
-        save_for_backward(ctx, layers, quantized, x_q=x_q.saved, cache=cache, cos_sin=cos_sin, o=saved_o, lse=lse_BHS)
+        kept = q_BSHX if s.recipe.latent_attention_inputs == "kept" else None
+        attended = {"q": kept, "cache": cache, "cos_sin": cos_sin, "lse": lse_BHS}
+        save_for_backward(ctx, layers, quantized, x_q=x_q.saved, o=saved_o, **attended)
         ctx.how_saved, ctx.heads, ctx.latent_dim = x_q.how_saved, heads, latent_TC.shape[1]
         ctx.x_dtypes = x_q_TK.dtype, latent_TC.dtype
         return y_TD
@@ -105,7 +109,7 @@ class _ServedAttention(torch.autograd.Function):
         do_BSHV, dw_o = output_backward(dy_TD, shape, saved["o"], layers, 2, w_o)
 
         x_q = ctx.how_saved.quantized(saved["x_q"])
-        q_BSHX = _queries(x_q, cos_sin, w_q, heads, s)
+        q_BSHX = _queries(x_q, cos_sin, w_q, heads, s) if saved["q"] is None else saved["q"]
         latent_TC, rope_TR = _read(saved["cache"], ctx.latent_dim, shape, s.dtype)
         k_BSHX, v_BSHV = _keys_and_values(latent_TC, rope_TR, w_kv, shape, heads, s)
         o_BSHV = saved["o"].dequantize(s.dtype).view(shape)
@@ -135,10 +139,36 @@ def _cached(latent_TC: Tensor, k_rope_TR: Tensor, cos_sin: CosSin, batch: int, l
     width, dtype = (row_bytes(c, r), torch.uint8) if latents == "fp8" else (c + r, latent_TC.dtype)
     new = latent_TC.new_zeros if s % PAGE else latent_TC.new_empty  # rows without a position may hold no NaN
     cache = new(batch * n_pages, PAGE, width, dtype=dtype)
-    first_B1 = torch.arange(0, batch * n_pages * PAGE, n_pages * PAGE, device=cache.device)[:, None]
-    slots_T = (first_B1 + torch.arange(s, device=cache.device)).flatten()
+    slots_T = _places(batch, s, cache.device).slots_T
     write_latents(cache, slots_T, latent_TC.contiguous(), rope_BS1R.flatten(0, 2))
     return cache
+
+
+class _Places(NamedTuple):
+    """Where the rows of texts are, and what they attend to.
+
+    Attributes:
+        slots_T: int64, the slot of each row.
+        pages_RP: int32, the pages of its text, also of rows that are added to a text (see `_attend`).
+        lengths_R: int32, its position plus 1; 0 of added rows.
+    """
+
+    slots_T: Tensor
+    pages_RP: Tensor
+    lengths_R: Tensor
+
+
+def _places(b: int, s: int, device: torch.device) -> _Places:
+    """Return the places of the rows of b texts of s positions, the same for all layers."""
+    n_pages, added = -(-s // PAGE), -s % ROWS
+
+    def compute() -> _Places:
+        pages_BP = torch.arange(b * n_pages, dtype=torch.int32, device=device).view(b, n_pages)
+        slots_BL = torch.arange(b * n_pages * PAGE, device=device).view(b, n_pages * PAGE)
+        lengths_R = F.pad(torch.arange(1, s + 1, dtype=torch.int32, device=device), (0, added))
+        return _Places(slots_BL[:, :s].flatten(), pages_BP.repeat_interleave(s + added, dim=0), lengths_R.repeat(b))
+
+    return table(("places of rows", b, s, device), compute)
 
 
 def _attend(q_BSHX: Tensor, cache: Tensor, w_k_HCN: Tensor, w_v_HVC: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -147,11 +177,10 @@ def _attend(q_BSHX: Tensor, cache: Tensor, w_k_HCN: Tensor, w_v_HVC: Tensor, sca
     Rows without positions follow the last one of a text, so that its rows are a multiple of `ROWS`.
     """
     b, s = q_BSHX.shape[:2]
-    n_pages, added = -(-s // PAGE), -s % ROWS
+    added = -s % ROWS
     q_BRHX = F.pad(q_BSHX, (0, 0, 0, 0, 0, added)) if added else q_BSHX
-    pages_BP = torch.arange(b * n_pages, dtype=torch.int32, device=q_BSHX.device).view(b, n_pages)
-    lengths_R = F.pad(torch.arange(1, s + 1, dtype=torch.int32, device=q_BSHX.device), (0, added))
-    texts = pages_BP.repeat_interleave(s + added, dim=0), lengths_R.repeat(b)
+    places = _places(b, s, q_BSHX.device)
+    texts = places.pages_RP, places.lengths_R
     o_BRHV = q_BSHX.new_empty(*q_BRHX.shape[:3], w_v_HVC.shape[1])
     q_THW, out_THV = absorb(q_BRHX.flatten(0, 1), w_k_HCN), o_BRHV.flatten(0, 1)
     lse_TH = attend_with_lse(q_THW, cache, *texts, w_v_HVC, scale, out_THV, max(s + added, 1))
@@ -162,8 +191,12 @@ def _attend(q_BSHX: Tensor, cache: Tensor, w_k_HCN: Tensor, w_v_HVC: Tensor, sca
 def _read(cache: Tensor, latent_dim: int, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the rows of all texts [B, S, ·]: latents [T, C] and rotated keys [T, R]."""
     b, s = shape[:2]
-    slots_BL = torch.arange(cache.shape[0] * PAGE, device=cache.device).view(b, -1)
-    rows_TW = read_latents(cache, slots_BL[:, :s].flatten(), latent_dim, dtype)
+    if cache.dtype == dtype:
+        rows_TW = (
+            cache.unflatten(0, (b, -(-s // PAGE))).flatten(1, 2)[:, :s].flatten(0, 1)
+        )  # not copied if texts fill their pages
+    else:
+        rows_TW = read_latents(cache, _places(b, s, cache.device).slots_T, latent_dim, dtype)
     return rows_TW[:, :latent_dim], rows_TW[:, latent_dim:]
 
 

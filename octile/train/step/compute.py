@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octile.nn.delayed_scaling import end_step
-from octile.nn.rope import tables_once
+from octile.nn.tables import tables_once
 from octile.optim import AdamW, DynamicLossScale, clip_factor
 from octile.train.step.passes import Passes
 from octile.train.step.progress import Progress
@@ -85,7 +85,7 @@ class StepComputation:
         if self.is_ahead:
             strategy.begin_gather()
         load = strategy.no_load()
-        with tables_once():  # of rotary embeddings, the same for all micro-batches of sequences that are not packed
+        with tables_once():  # of positions, the same for all micro-batches of sequences that are not packed
             sums = strategy.losses(self._passes, tokens_BS, self.sequences, load)
         totals = torch.cat([sums, torch.stack([strategy.wants_stop, strategy.too_many_rows])])
         strategy.sum_over_ranks(totals, load)

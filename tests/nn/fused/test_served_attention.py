@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from octile.nn.conversion import apply_recipe
+from octile.nn.fused import served_attention
 from octile.nn.fused.pre_norm import pre_norm
 from octile.nn.linear import Linear
 from octile.nn.mla import MLA
 from octile.nn.norm import RMSNorm
 from octile.nn.observer import observe_gemms
 from octile.nn.rope import Rope
+from octile.nn.tables import tables_once
 from octile.recipe import Recipe
 from tests.nn.fused.test_feed_forward import Seen, gradients
 from tests.nn.fused.test_mla import COS_SIN, B, D, S, both_forms, mla, x_of
@@ -51,6 +53,31 @@ def test_gradients_are_as_near_to_the_exact_ones_as_the_usual_ones(q_lora_rank, 
     found = run(served(q_lora_rank, replace(EXACT, latents=latents)), x_of())
     for ours, theirs, expected in zip(found, usual, exact, strict=True):
         assert (ours - expected).norm() < 1.1 * (theirs - expected).norm()
+
+
+@both_forms
+def test_kept_queries_change_no_bit_of_a_gradient(q_lora_rank):
+    kept = replace(EXACT, latent_attention_inputs="kept")
+    found, expected = run(served(q_lora_rank, kept), x_of()), run(served(q_lora_rank), x_of())
+    assert all(map(torch.equal, found, expected))
+
+
+def test_queries_that_are_kept_are_not_computed_again(monkeypatch: pytest.MonkeyPatch):
+    computed, queries = [], served_attention._queries
+    monkeypatch.setattr(served_attention, "_queries", lambda *arguments: computed.append(1) or queries(*arguments))
+    run(served(recipe=replace(EXACT, latent_attention_inputs="kept")), x_of())
+    assert len(computed) == 1
+
+
+def test_layers_of_a_step_share_the_places_of_rows():
+    """Texts of two lengths have places of their own."""
+    module, x = served(), x_of()
+    shorter = [x[:, :-1].clone(), (COS_SIN[0][:-1], COS_SIN[1][:-1])]
+    with torch.no_grad(), tables_once():
+        found = [module(*inputs) for inputs in [(x, COS_SIN), shorter, (x, COS_SIN)]]
+    with torch.no_grad():
+        expected = [module(*inputs) for inputs in [(x, COS_SIN), shorter, (x, COS_SIN)]]
+    assert all(map(torch.equal, found, expected))
 
 
 def test_observers_see_no_gemm_of_the_weight_of_keys_and_values():
