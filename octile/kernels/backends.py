@@ -142,7 +142,7 @@ ONLY_TRITON = (
     "accepted_rows", "adamw", "align_groups", "bfloat16_terms", "continued_tokens", "cross_entropy",
     "cross_entropy_backward", "gradient_norms", "high_precision_grouped_nt", "high_precision_grouped_tn", "index_rows",
     "latent_keys", "latent_keys_backward", "packed_matmul_nt", "permute", "ragged_attention", "record_choices",
-    "rms_norm_backward", "rotate_", "rotate_halves", "row_invariant_matmul_nt",
+    "rms_norm_backward", "rotate_", "rotate_and_copy_", "rotate_halves", "row_invariant_matmul_nt",
     "row_invariant_matmul_nt_out", "sample_tokens", "sequence_balance_backward", "swiglu", "swiglu_backward",
     "text_rows", "transpose_encoded", "unpermute", "unpermute_add_", "unpermute_backward", "write_and_rotate",
     "write_latents",

@@ -59,6 +59,37 @@ def _(x, cos, sin):
     rope.launch(x, cos, sin)
 
 
+@operator(writes=("x", "out"))
+def rotate_and_copy_(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate the last R channels of x in place, and copy them to the last R channels of out.
+
+    Args:
+        x, cos, sin: as in `rotate_`.
+        out: [B, S, H, Y] in x's dtype, Y at least R; it does not overlap x.
+
+    Raises:
+        TypeError, ValueError: as there, or out has another dtype or shape.
+    """
+    _check_copy(x, out, cos, sin)
+    r = 2 * cos.shape[1]
+    rope = x[..., x.shape[-1] - r :]
+    rope.copy_(rotated(rope, cos, sin))
+    out[..., out.shape[-1] - r :] = rope
+
+
+@rotate_and_copy_.register_fake
+def _(x, out, cos, sin):
+    return None
+
+
+@rotate_and_copy_.register_kernel("cuda")
+def _(x, out, cos, sin):
+    from octile.kernels.triton import rope
+
+    _check_copy(x, out, cos, sin)
+    rope.launch(x, cos, sin, out)
+
+
 @operator()
 def latent_keys(kv: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor, nope_dim: int) -> Tensor:
     """Assemble keys: the first N channels of kv for each head, then k_rope, rotated and shared by all heads.
@@ -187,6 +218,16 @@ def check_angles(name: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         if t.dim() != 2 or t.shape != cos.shape or len(t) != x.shape[1] or 2 * t.shape[1] > x.shape[-1]:
             raise ValueError(f"{factor} must be ({x.shape[1]}, R/2) for {name} {tuple(x.shape)}, not {tuple(t.shape)}")
         check_device(name, x, factor, t)
+
+
+def _check_copy(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor) -> None:
+    check_angles("x", x, cos, sin)
+    if out.dtype != x.dtype:
+        raise TypeError(f"out must be {x.dtype} as x, not {out.dtype}")
+    r = 2 * cos.shape[1]
+    if out.shape[:-1] != x.shape[:-1] or out.shape[-1] < r:
+        raise ValueError(f"out must be {tuple(x.shape[:-1])} and at least {r} channels, not {tuple(out.shape)}")
+    check_device("x", x, "out", out)
 
 
 def _check_keys(kv: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor, nope_dim: int) -> None:

@@ -18,7 +18,7 @@ from octile.nn import MHA, MoE, RMSNorm, pre_norm
 from octile.nn.conversion import apply_recipe
 from octile.nn.rope import Rope
 from octile.ops.attention import attention, attention_backward
-from octile.ops.rope import latent_keys, latent_keys_backward, rotate_, rotate_halves
+from octile.ops.rope import latent_keys, latent_keys_backward, rotate_, rotate_and_copy_, rotate_halves
 from octile.optim import AdamW, clip_grad_norm_, param_groups
 from octile.recipe import Recipe
 from tests.models.test_saved_bytes import bytes_of_a_block, formula, predicted_bytes  # noqa: F401  (a fixture)
@@ -141,8 +141,13 @@ def test_rotary_operators_equal_their_references(shape: tuple[int, ...], dtype: 
     assert_close(found[1:], expected[1:], worst=0.01)
     rotated = q.clone().cuda()
     rotate_(rotated, *on_gpu)
+    before, copy, out = q.clone(), q.cuda(), torch.zeros(b, s, h, n + v + r, dtype=dtype).cuda()
+    rotate_and_copy_(copy, out, *on_gpu)
     rotate_(q, *angles)
     assert torch.equal(rotated.cpu(), q)
+    assert torch.equal(copy.cpu(), q)
+    rotate_and_copy_(before, expected_out := torch.zeros(b, s, h, n + v + r, dtype=dtype), *angles)
+    assert torch.equal(out.cpu(), expected_out)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -46,7 +46,7 @@ from octile.ops.permute import (
     weighted_routing_plan,
 )
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
-from octile.ops.rope import latent_keys, latent_keys_backward, rotate_, rotate_halves
+from octile.ops.rope import latent_keys, latent_keys_backward, rotate_, rotate_and_copy_, rotate_halves
 from octile.ops.row_invariant import row_invariant_matmul_nt, row_invariant_matmul_nt_out
 from octile.ops.sample_tokens import sample_tokens
 from octile.ops.scale_layouts import (
@@ -195,6 +195,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     rms_norm_backward: (X, X, FLAT, torch.ones(2), X),
     rms_norm_quantize: (X, FLAT, 1e-6, "int8", False),
     rotate_: (HEADS.clone(), ONE, ONE),
+    rotate_and_copy_: (HEADS.clone(), HEADS.clone(), ONE, ONE),
     routing_plan: (ENDS[:, None] - 2, ENDS - 1),
     row_invariant_matmul_nt: (X[None], X[None], torch.float32),
     row_invariant_matmul_nt_out: (torch.zeros(1, len(X), len(X)), X[None], X[None]),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from octile.nn.rope import CosSin, Rope
-from octile.ops.rope import latent_keys, latent_keys_backward, rotate_, rotate_halves, rotated
+from octile.ops.rope import latent_keys, latent_keys_backward, rotate_, rotate_and_copy_, rotate_halves, rotated
 from tests.ops.operators import assert_well_formed
 
 B, S, H, N, R, V = 2, 7, 3, 10, 8, 6
@@ -96,6 +96,7 @@ CALLS: dict[str, Any] = {
     "halves": lambda: (rotate_halves, halves()),
     "transposed halves": lambda: (rotate_halves, (*halves(torch.bfloat16, 2), True)),
     "rotate_": lambda: (rotate_, (tensor(B, S, H, N + R), *COS_SIN)),
+    "rotate_and_copy_": lambda: (rotate_and_copy_, (tensor(B, S, H, N + R), tensor(B, S, H, R + 1), *COS_SIN)),
     "keys": lambda: (latent_keys, (tensor(B, S, H, N + V), tensor(B, S, R), *COS_SIN, N)),
     "gradients": lambda: (latent_keys_backward, (tensor(B, S, H, N + R), tensor(B, S, H, V), *COS_SIN)),
     "no rotary channels": lambda: (latent_keys, (tensor(B, S, H, V), tensor(B, S, 0), *(t[:, :0] for t in COS_SIN), 3)),
@@ -119,6 +120,13 @@ HALVES = halves()
         (rotate_, (tensor(B, S, H, 7), *COS_SIN), ValueError, r"cos must be \(7, R/2\) for x \(2, 7, 3, 7\), not"),
         (rotate_, (tensor(B, S, H, 9), COS_SIN[0].double(), COS_SIN[1]), TypeError, "cos must be float32, not"),
         (
+            rotate_and_copy_,
+            (tensor(B, S, H, 9), tensor(B, S, H, 7), *COS_SIN),
+            ValueError,
+r"out must be \(2, 7, 3\) and at least 8 channels, not \(2, 7, 3, 7\)",
+        ),
+        (rotate_and_copy_, (tensor(B, S, H, 9), tensor(B, S, H, 9).half(), *COS_SIN), TypeError, "out must be torch"),
+        (
             latent_keys,
             (tensor(B, S, H, 5), tensor(B, S, R), *COS_SIN, N),
             ValueError,
@@ -139,8 +147,8 @@ HALVES = halves()
         (rotate_halves, (*HALVES[:2], *[t[..., :5] for t in HALVES[2:]]), ValueError, "R even and at most 12, not"),
     ],
     ids=[
-        "dtype", "dimensions", "positions", "channels", "angles", "kv", "k_rope", "half", "dv", "sin", "q", "k", "cos",
-        "odd",
+        "dtype", "dimensions", "positions", "channels", "angles", "out", "out's dtype", "kv", "k_rope", "half", "dv",
+        "sin", "q", "k", "cos", "odd",
     ],
 )  # fmt: skip
 def test_arguments_that_do_not_fit_are_refused(operator: Any, arguments: Any, error: type[Exception], message: str):

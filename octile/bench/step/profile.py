@@ -202,8 +202,8 @@ def _describe(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[str, str,
 
 def _touched(name: str, args: Sequence[Any], tensors: list[Tensor]) -> list[Tensor]:
     """Return the parts of an operator's tensors that it reads or writes; rotary operators skip some channels."""
-    if name == "rotate_":
-        return [t if t.dim() == 2 else t[..., : 2 * args[1].shape[1]] for t in tensors]
+    if name in ("rotate_", "rotate_and_copy_"):
+        return [t if t.dim() == 2 else t[..., : 2 * args[-1].shape[1]] for t in tensors]
     if name == "latent_keys":
         return [t[..., : args[4]] if t is args[0] else t for t in tensors]
     return tensors

@@ -39,10 +39,10 @@ from octile.nn.fused.mla import Heads, projections_backward
 from octile.nn.fused.quantize import WeightForms, quantize_operand
 from octile.nn.rope import CosSin
 from octile.nn.tables import table
-from octile.ops.absorbed_attention import ROWS, absorb, attend_with_lse
+from octile.ops.absorbed_attention import ROWS, attend_with_lse, multiply_heads
 from octile.ops.attention import attention_backward
 from octile.ops.latent_cache import PAGE, read_latents, row_bytes, write_latents
-from octile.ops.rope import latent_keys, rotate_
+from octile.ops.rope import latent_keys, rotate_, rotate_and_copy_
 from octile.scaled import ScaledTensor
 
 
@@ -86,10 +86,11 @@ class _ServedAttention(torch.autograd.Function):
     ) -> Tensor:
         layers = FusedLayers(weights, ctx.needs_input_grad[7:], s)
         w_q, w_kv, w_o = quantized = layers.quantize(weights)
-        q_BSHX = _queries(x_q.q, cos_sin, w_q, heads, s)
         cache = _cached(latent_TC, k_rope_TR, cos_sin, heads.batch, s.recipe.latents)
         w_k_HCN, w_v_HVC = _weights_of_heads(w_kv, heads, s.dtype)
-        o_BSHV, lse_BHS = _attend(q_BSHX, cache, w_k_HCN, w_v_HVC, heads.softmax_scale)
+        q_BSHX = _queries(x_q.q, w_q, heads, s)
+        q_BSHW = _rotate_and_absorb(q_BSHX, cos_sin, w_k_HCN)
+        o_BSHV, lse_BHS = _attend(q_BSHW, cache, w_v_HVC, heads.softmax_scale)
         y_TD, saved_o = output(o_BSHV, layers, 2, weights, w_o)
 
         layers.report_fprop(0, weights, lambda: x_q_TK, x_q.q, w_q)
@@ -109,7 +110,10 @@ class _ServedAttention(torch.autograd.Function):
         do_BSHV, dw_o = output_backward(dy_TD, shape, saved["o"], layers, 2, w_o)
 
         x_q = ctx.how_saved.quantized(saved["x_q"])
-        q_BSHX = _queries(x_q, cos_sin, w_q, heads, s) if saved["q"] is None else saved["q"]
+        q_BSHX = saved["q"]
+        if q_BSHX is None:
+            q_BSHX = _queries(x_q, w_q, heads, s)
+            rotate_(q_BSHX, *cos_sin)
         latent_TC, rope_TR = _read(saved["cache"], ctx.latent_dim, shape, s.dtype)
         k_BSHX, v_BSHV = _keys_and_values(latent_TC, rope_TR, w_kv, shape, heads, s)
         o_BSHV = saved["o"].dequantize(s.dtype).view(shape)
@@ -121,12 +125,19 @@ class _ServedAttention(torch.autograd.Function):
         return dx_q, dlatent, dk_rope_TR, None, None, None, None, dw_q, dw_kv, dw_o
 
 
-def _queries(x: ScaledTensor, cos_sin: CosSin, w: WeightForms, heads: Heads, s: Settings) -> Tensor:
-    """Compute queries [B, S, H, X], rotated."""
+def _queries(x: ScaledTensor, w: WeightForms, heads: Heads, s: Settings) -> Tensor:
+    """Compute queries [B, S, H, X], not yet rotated."""
     q_TX = nt(x, w.w, None, s.dtype, batch_invariant=True)
-    q_BSHX = q_TX.unflatten(0, (heads.batch, -1)).unflatten(-1, (heads.count, -1))
-    rotate_(q_BSHX, *cos_sin)
-    return q_BSHX
+    return q_TX.unflatten(0, (heads.batch, -1)).unflatten(-1, (heads.count, -1))
+
+
+def _rotate_and_absorb(q_BSHX: Tensor, cos_sin: CosSin, w_k_HCN: Tensor) -> Tensor:
+    """Rotate queries in place, and return them times W_UK, followed by their rotary channels: [B, S, H, W]."""
+    _, c, n = w_k_HCN.shape
+    q_BSHW = q_BSHX.new_empty(*q_BSHX.shape[:3], c + q_BSHX.shape[3] - n)
+    rotate_and_copy_(q_BSHX, q_BSHW, *cos_sin)
+    multiply_heads(q_BSHX.flatten(0, 1)[..., :n], w_k_HCN, q_BSHW.flatten(0, 1)[..., :c])
+    return q_BSHW
 
 
 def _cached(latent_TC: Tensor, k_rope_TR: Tensor, cos_sin: CosSin, batch: int, latents: str) -> Tensor:
@@ -139,12 +150,12 @@ def _cached(latent_TC: Tensor, k_rope_TR: Tensor, cos_sin: CosSin, batch: int, l
     width, dtype = (row_bytes(c, r), torch.uint8) if latents == "fp8" else (c + r, latent_TC.dtype)
     new = latent_TC.new_zeros if s % PAGE else latent_TC.new_empty  # rows without a position may hold no NaN
     cache = new(batch * n_pages, PAGE, width, dtype=dtype)
-    slots_T = _places(batch, s, cache.device).slots_T
+    slots_T = _row_tables(batch, s, cache.device).slots_T
     write_latents(cache, slots_T, latent_TC.contiguous(), rope_BS1R.flatten(0, 2))
     return cache
 
 
-class _Places(NamedTuple):
+class _RowTables(NamedTuple):
     """Where the rows of texts are, and what they attend to.
 
     Attributes:
@@ -158,32 +169,32 @@ class _Places(NamedTuple):
     lengths_R: Tensor
 
 
-def _places(b: int, s: int, device: torch.device) -> _Places:
-    """Return the places of the rows of b texts of s positions, the same for all layers."""
+def _row_tables(b: int, s: int, device: torch.device) -> _RowTables:
+    """Return the tables of b texts of s positions, the same for all layers."""
     n_pages, added = -(-s // PAGE), -s % ROWS
 
-    def compute() -> _Places:
+    def compute() -> _RowTables:
         pages_BP = torch.arange(b * n_pages, dtype=torch.int32, device=device).view(b, n_pages)
         slots_BL = torch.arange(b * n_pages * PAGE, device=device).view(b, n_pages * PAGE)
         lengths_R = F.pad(torch.arange(1, s + 1, dtype=torch.int32, device=device), (0, added))
-        return _Places(slots_BL[:, :s].flatten(), pages_BP.repeat_interleave(s + added, dim=0), lengths_R.repeat(b))
+        return _RowTables(slots_BL[:, :s].flatten(), pages_BP.repeat_interleave(s + added, dim=0), lengths_R.repeat(b))
 
-    return table(("places of rows", b, s, device), compute)
+    return table(("tables of rows", b, s, device), compute)
 
 
-def _attend(q_BSHX: Tensor, cache: Tensor, w_k_HCN: Tensor, w_v_HVC: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _attend(q_BSHW: Tensor, cache: Tensor, w_v_HVC: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attend from each row to those of its text up to its own: [B, S, H, V], and lse as `attention` returns it.
 
     Rows without positions follow the last one of a text, so that its rows are a multiple of `ROWS`.
     """
-    b, s = q_BSHX.shape[:2]
+    b, s = q_BSHW.shape[:2]
     added = -s % ROWS
-    q_BRHX = F.pad(q_BSHX, (0, 0, 0, 0, 0, added)) if added else q_BSHX
-    places = _places(b, s, q_BSHX.device)
-    texts = places.pages_RP, places.lengths_R
-    o_BRHV = q_BSHX.new_empty(*q_BRHX.shape[:3], w_v_HVC.shape[1])
-    q_THW, out_THV = absorb(q_BRHX.flatten(0, 1), w_k_HCN), o_BRHV.flatten(0, 1)
-    lse_TH = attend_with_lse(q_THW, cache, *texts, w_v_HVC, scale, out_THV, max(s + added, 1))
+    q_BRHW = F.pad(q_BSHW, (0, 0, 0, 0, 0, added)) if added else q_BSHW
+    tables = _row_tables(b, s, q_BSHW.device)
+    texts = tables.pages_RP, tables.lengths_R
+    o_BRHV = q_BSHW.new_empty(*q_BRHW.shape[:3], w_v_HVC.shape[1])
+    out_THV = o_BRHV.flatten(0, 1)
+    lse_TH = attend_with_lse(q_BRHW.flatten(0, 1), cache, *texts, w_v_HVC, scale, out_THV, max(s + added, 1))
     lse_BRH = lse_TH.view(b, s + added, -1)
     return o_BRHV[:, :s].contiguous(), lse_BRH[:, :s].transpose(1, 2).contiguous()
 
@@ -191,12 +202,11 @@ def _attend(q_BSHX: Tensor, cache: Tensor, w_k_HCN: Tensor, w_v_HVC: Tensor, sca
 def _read(cache: Tensor, latent_dim: int, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the rows of all texts [B, S, ·]: latents [T, C] and rotated keys [T, R]."""
     b, s = shape[:2]
-    if cache.dtype == dtype:
-        rows_TW = (
-            cache.unflatten(0, (b, -(-s // PAGE))).flatten(1, 2)[:, :s].flatten(0, 1)
-        )  # not copied if texts fill their pages
+    if cache.dtype == dtype:  # not copied if texts fill their pages
+        rows_BLW = cache.unflatten(0, (b, -(-s // PAGE))).flatten(1, 2)
+        rows_TW = rows_BLW[:, :s].flatten(0, 1)
     else:
-        rows_TW = read_latents(cache, _places(b, s, cache.device).slots_T, latent_dim, dtype)
+        rows_TW = read_latents(cache, _row_tables(b, s, cache.device).slots_T, latent_dim, dtype)
     return rows_TW[:, :latent_dim], rows_TW[:, latent_dim:]
 
 
@@ -213,6 +223,12 @@ def _keys_and_values(
     """Compute k [B, S, H, X] and v [B, S, H, V]; rotary keys are rotated before."""
     kv_TX = high_precision.nt(latent_TC, w_kv.w.dequantize(s.dtype), None, s.dtype)
     kv_BSHX = kv_TX.view(*shape[:2], heads.count, -1)
-    no_angle_SR = rope_TR.new_zeros(shape[1], heads.rope_dim // 2, dtype=torch.float32)
-    k_BSHX = latent_keys(kv_BSHX, rope_TR.view(*shape[:2], -1), no_angle_SR + 1, no_angle_SR, heads.nope_dim)
+    angles = table(("no rotation", shape[1], heads.rope_dim, rope_TR.device), lambda: _no_rotation(rope_TR, shape[1]))
+    k_BSHX = latent_keys(kv_BSHX, rope_TR.view(*shape[:2], -1), *angles, heads.nope_dim)
     return k_BSHX, kv_BSHX[..., heads.nope_dim :]
+
+
+def _no_rotation(rope_TR: Tensor, length: int) -> CosSin:
+    """Return cosines and sines of angles of 0."""
+    sin_SR = rope_TR.new_zeros(length, rope_TR.shape[1] // 2, dtype=torch.float32)
+    return sin_SR + 1, sin_SR

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from octile.kernels.triton import rope
-from octile.ops.rope import latent_keys, latent_keys_backward, rotate_, rotate_halves
+from octile.ops.rope import latent_keys, latent_keys_backward, rotate_, rotate_and_copy_, rotate_halves
 from tests.kernels.triton.comparison import assert_same
 from tests.kernels.triton.gpus import any_gpu
 
@@ -37,6 +37,17 @@ def test_in_place(shape: Shape, dtype: torch.dtype):
     rotate_(expected, cos, sin)
     rope.launch(q, cos, sin)
     assert_same([q.contiguous()], [expected.contiguous()])
+
+
+@every_shape
+@every_dtype
+def test_in_place_with_a_copy(shape: Shape, dtype: torch.dtype):
+    q, kv, *_, cos, sin = _tensors(shape, dtype)
+    out = torch.cat((kv, q), dim=-1).transpose(1, 2).contiguous().transpose(1, 2)  # all but R channels stay
+    expected = q.clone(), out.clone()
+    rotate_and_copy_(*expected, cos, sin)
+    rope.launch(q, cos, sin, out)
+    assert_same([q.contiguous(), out.contiguous()], [t.contiguous() for t in expected])
 
 
 @every_shape

@@ -69,8 +69,8 @@ def test_queries_that_are_kept_are_not_computed_again(monkeypatch: pytest.Monkey
     assert len(computed) == 1
 
 
-def test_layers_of_a_step_share_the_places_of_rows():
-    """Texts of two lengths have places of their own."""
+def test_layers_of_a_step_share_tables_of_rows():
+    """Texts of two lengths have tables of their own."""
     module, x = served(), x_of()
     shorter = [x[:, :-1].clone(), (COS_SIN[0][:-1], COS_SIN[1][:-1])]
     with torch.no_grad(), tables_once():
