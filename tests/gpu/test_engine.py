@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from octile.models.deepseek_v3 import DeepseekV3
+from octile.ops.decode_step import FIELDS, continued_tokens, record_choices
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.draft_count import DraftCount
 from octile.serve.engine.engine import Engine
@@ -131,6 +132,37 @@ def test_a_certain_token_has_the_log_probability_0_and_not_minus_0_in_a_graph(mo
     runner.forward.weights.head[7] = 1e6 * hidden_TD[0]
     (decoded,) = runner.decode([DecodeRequest(-1, 0, 8, 0, 0, 0, 0.0, 1.0, 0.0, [5], pages)], 0, True).wait()
     assert (decoded.chosen, str(decoded.log_prob)) == ([7], "0.0")
+
+
+@pytest.mark.parametrize("n_drafts", [0, 1])
+def test_results_stay_where_later_steps_have_been_launched(model, n_drafts):
+    expected, found = [], []
+    for waits_at_once, chosen in ((True, expected), (False, found)):
+        runner, pages = ModelRunner(model, 16, max_batch=2, n_drafts=n_drafts), array("i", [0, 1])
+        request, steps = DecodeRequest(-1, 0, 90, 0, 0, 0, 0.0, 1.0, 0.0, [5], pages), []
+        for n in range(6):
+            steps.append(runner.decode([request], n_drafts))
+            if waits_at_once:
+                steps[-1].wait()
+            request = request._replace(source=0, position=n, tokens=[])
+        chosen += [step.wait() for step in steps]
+    assert found == expected
+    assert len({step[0].chosen[0] for step in expected}) > 1
+
+
+def test_kernels_read_and_write_the_memory_of_the_host():
+    numbers = torch.arange(2 * (FIELDS + 1) * 200).view(2, FIELDS + 1, 200)
+    numbers[:, 0] = -1
+    results, parity = torch.zeros(2, 200, 2, dtype=torch.int64).pin_memory(), torch.tensor([1, 0], device="cuda")
+    last, advance = (torch.zeros(shape, dtype=torch.int64, device="cuda") for shape in ((200, 1), (200,)))
+    with pytest.raises(ValueError, match="host must be on cuda:0, where last is, or in pinned memory, not on cpu"):
+        continued_tokens(numbers, parity, last, advance)
+    tokens, *_, fields = continued_tokens(numbers.pin_memory(), parity, last, advance)
+    assert torch.equal(fields.cpu(), numbers[1, :FIELDS])
+    record_choices(tokens, tokens, tokens[:, :0], parity, last, advance, results)
+    torch.cuda.synchronize()
+    assert results.tolist() == [200 * [[0, 0]], [[token, 0] for token in numbers[1, FIELDS].tolist()]]
+    assert parity.tolist() == [0, 0]
 
 
 def test_a_gpu_that_is_not_the_current_one_is_waited_for(model, tokenizer, monkeypatch):

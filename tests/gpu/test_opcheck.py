@@ -166,12 +166,18 @@ CASES = {
             *(torch.tensor(share, dtype=torch.float64, device="cuda") for share in ([1, 0.9, 0.5], [0, 0, 0.1])),
         ),
     ),
-    "tokens of a decode step": lambda: (continued_tokens, (_integers(11, 3), _integers(4, 2), _integers(4))),
+    "tokens of a decode step": lambda: (
+        continued_tokens,
+        (_integers(2, 11, 3), torch.tensor([0, 1], device="cuda"), _integers(4, 2), _integers(4)),
+    ),
     "rows of a decode step": lambda: (text_rows, (_integers(2, 2), _integers(2), _integers(2), _pages())),
     "accepted rows of a decode step": lambda: (accepted_rows, (_integers(3, 2), _integers(3, 2), _integers(3))),
     "choices of a decode step": lambda: (
         record_choices,
-        (_integers(3, 2), _integers(3, 2), _integers(3, 1), _integers(3, 2), _integers(3), _integers(3, 4)),
+        (
+            *(_integers(3, 2), _integers(3, 2), _integers(3, 1), torch.tensor([0, 1], device="cuda")),
+            *(_integers(3, 2), _integers(3), _integers(2, 3, 4)),
+        ),
     ),
     "rows of the indexer": lambda: (
         index_rows,

@@ -23,16 +23,27 @@ def zeros(*shapes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
     return tuple(torch.zeros(shape, dtype=torch.int64) for shape in shapes)
 
 
-def test_tokens_follow_a_request_of_the_step_before_or_are_given():
+def both_buffers(numbers: torch.Tensor, parity: int) -> torch.Tensor:
+    """Numbers in the buffer of a parity; in the other one something else."""
+    host = torch.full((2, *numbers.shape), 77)
+    host[parity] = numbers
+    return host
+
+
+@pytest.mark.parametrize("parity", [0, 1])
+def test_tokens_follow_a_request_of_the_step_before_or_are_given(parity: int):
     heats = torch.tensor([0.5, 0.0, 1.0], dtype=torch.float64).view(torch.int64).tolist()
-    others = [[99, 99, 99]]  # seed, top_k, top_p and min_p are not read
+    others = [[99, 99, 99]]  # seed, top_k, top_p and min_p are only returned
     rows = [-1, 1, 0], [7, 10, 20], [50, 12, 50], *2 * others, [1, 1, 1], heats, *2 * others
     numbers = int64([*rows, [4, -2, -2], [5, -2, -2]])
-    tokens, first, end, temperature = continued_tokens(numbers, int64([[31, 32], [41, 42]]), int64([2, 1]))
+    host, steps = both_buffers(numbers, parity), int64([parity, -1])
+    tokens, first, end, temperature, fields = continued_tokens(host, steps, int64([[31, 32], [41, 42]]), int64([2, 1]))
     assert tokens.tolist() == [[4, 5], [41, 42], [31, 32]]
     assert first.tolist() == [7, 11, 22]
     assert end.tolist() == [9, 12, 24]
     assert temperature.tolist() == [0.5, 0.0, 1.0]
+    assert torch.equal(fields, numbers[:FIELDS])
+    assert steps.tolist() == [parity, 1 - parity]
 
 
 def test_a_request_has_no_more_drafts_than_it_is_to_have():
@@ -40,7 +51,8 @@ def test_a_request_has_no_more_drafts_than_it_is_to_have():
     numbers[0] = int64([-1, 0, 0, 0])  # given, and three times what the step before has left, which had more drafts
     numbers[2], numbers[DRAFTS] = 50, int64([1, 0, 1, 2])
     numbers[FIELDS:] = int64([[4], [5], [6]])
-    tokens, _, end, _ = continued_tokens(numbers, int64([[31, 32, 33, 34]]), int64([3]))
+    host = both_buffers(numbers, 0)
+    tokens, _, end, _, _ = continued_tokens(host, int64([0, 1]), int64([[31, 32, 33, 34]]), int64([3]))
     assert tokens.tolist() == [[4, 5, NO_DRAFT], [31, NO_DRAFT, NO_DRAFT], [31, 32, NO_DRAFT], [31, 32, 33]]
     assert end.tolist() == [2, 4, 5, 6]
 
@@ -58,11 +70,14 @@ def test_a_text_without_positions_attends_to_nothing():
 
 def test_drafts_count_until_the_first_that_is_not_chosen():
     chosen, tokens = int64([[1, 2, 3], [1, 2, 3], [1, 2, 3]]), int64([[0, 1, 2], [0, 1, 9], [0, 9, 2]])
-    last, advance, results = torch.zeros(3, 3).long(), torch.zeros(3).long(), torch.zeros(3, 6).long()
-    record_choices(chosen, tokens, int64([[71, 72], [81, 82], [91, 92]]), last, advance, results)
+    parity, last, advance, results = zeros((2,), (3, 3), (3,), (2, 3, 6))
+    parity[1] = 1
+    record_choices(chosen, tokens, int64([[71, 72], [81, 82], [91, 92]]), parity, last, advance, results)
     assert last.tolist() == [[3, 71, 72], [2, 81, 82], [1, 91, 92]]
     assert advance.tolist() == [3, 2, 1]
-    assert results.tolist() == [[1, 2, 3, 2, 71, 72], [1, 2, 3, 1, 81, 82], [1, 2, 3, 0, 91, 92]]
+    assert results[0].tolist() == [[1, 2, 3, 2, 71, 72], [1, 2, 3, 1, 81, 82], [1, 2, 3, 0, 91, 92]]
+    assert not results[1].any()
+    assert parity.tolist() == [1, 1]
 
 
 def test_the_last_row_that_counts_is_after_the_accepted_drafts():
@@ -74,22 +89,23 @@ def test_the_last_row_that_counts_is_after_the_accepted_drafts():
 
 
 def test_drafts_of_a_later_step_stay_in_wider_rows():
-    left, advance, results = torch.full((1, 4), 9), torch.zeros(1).long(), torch.zeros(1, 4).long()
-    record_choices(int64([[1, 2]]), int64([[0, 1]]), int64([[71]]), left[:, :2], advance, results)
+    left = torch.full((1, 4), 9)
+    record_choices(int64([[1, 2]]), int64([[0, 1]]), int64([[71]]), *zeros((2,)), left[:, :2], *zeros((1,), (2, 1, 4)))
     assert left.tolist() == [[2, 71, 9, 9]]
 
 
 def test_without_drafts_the_choice_is_the_last_token():
-    last, advance, results = torch.zeros(2, 1).long(), torch.zeros(2).long(), torch.zeros(2, 2).long()
-    record_choices(int64([[6], [-1]]), int64([[1], [2]]), torch.zeros(2, 0).long(), last, advance, results)
-    assert (last.tolist(), advance.tolist(), results.tolist()) == ([[6], [-1]], [1, 1], [[6, 0], [-1, 0]])
+    parity, last, advance, results = int64([1, 0]), *zeros((2, 1), (2,), (2, 2, 2))
+    record_choices(int64([[6], [-1]]), int64([[1], [2]]), *zeros((2, 0)), parity, last, advance, results)
+    assert (last.tolist(), advance.tolist(), results[1].tolist()) == ([[6], [-1]], [1, 1], [[6, 0], [-1, 0]])
+    assert parity.tolist() == [0, 0]
 
 
 CALLS = {
-    "continued tokens": lambda: (continued_tokens, zeros((11, 3), (4, 2), (4,))),
+    "continued tokens": lambda: (continued_tokens, zeros((2, 11, 3), (2,), (4, 2), (4,))),
     "rows of texts": lambda: (text_rows, (*zeros((2, 2), (2,), (2,)), torch.tensor([[1, 0], [0, 1]]).int())),
     "accepted rows": lambda: (accepted_rows, zeros((3, 2), (3, 2), (3,))),
-    "choices": lambda: (record_choices, zeros((3, 2), (3, 2), (3, 1), (3, 2), (3,), (3, 4))),
+    "choices": lambda: (record_choices, zeros((3, 2), (3, 2), (3, 1), (2,), (3, 2), (3,), (2, 3, 4))),
 }
 
 
@@ -99,14 +115,18 @@ def test_operators_are_well_formed(name: str):
 
 
 def test_numbers_that_do_not_fit_are_refused():
-    numbers, last = torch.zeros(11, 3).long(), torch.zeros(4, 2).long()
+    host, parity, last, advance = zeros((2, 11, 3), (2,), (4, 2), (4,))
     with pytest.raises(TypeError, match=r"last must be int64, not torch\.int32"):
-        continued_tokens(numbers, last.int(), torch.zeros(4).long())
-    for wrong in (numbers[:9], numbers[[*range(11), 0]]):
-        with pytest.raises(ValueError, match=r"numbers and last must be \[9 \+ k, B\] and \[R, m\], m at least k"):
-            continued_tokens(wrong, last, torch.zeros(4).long())
+        continued_tokens(host, parity, last.int(), advance)
+    with pytest.raises(TypeError, match=r"host must be int64, not torch\.int32"):
+        continued_tokens(host.int(), parity, last, advance)
+    for wrong in (host[:, :9], host[:, [*range(11), 0]], host[:1]):
+        with pytest.raises(ValueError, match=r"host and last must be \[2, 9 \+ k, B\] and \[R, m\], m at least k"):
+            continued_tokens(wrong, parity, last, advance)
+    with pytest.raises(ValueError, match=r"parity must be \(2,\), contiguous, not \(1,\)"):
+        continued_tokens(host, parity[:1], last, advance)
     with pytest.raises(ValueError, match=r"advance must be \(4,\)"):
-        continued_tokens(numbers, last, torch.zeros(3).long())
+        continued_tokens(host, parity, last, advance[:3])
     tokens, pages = torch.zeros(3, 2).long(), torch.zeros(3, 5, dtype=torch.int32)
     with pytest.raises(TypeError, match=r"pages must be int32, not torch\.int64"):
         text_rows(tokens, tokens[:, 0], tokens[:, 0], pages.long())
@@ -118,8 +138,11 @@ def test_numbers_that_do_not_fit_are_refused():
         accepted_rows(tokens, tokens.int(), tokens[:, 0].clone())
     with pytest.raises(ValueError, match=r"first must be \(3,\) for chosen \(3, 2\), not \(3, 2\)"):
         accepted_rows(tokens, tokens, tokens)
-    results = torch.zeros(3, 4).long()
+    results = torch.zeros(2, 3, 4).long()
     with pytest.raises(ValueError, match=r"drafts must be \(3, 1\)"):
-        record_choices(tokens, tokens, tokens, tokens.clone(), tokens[:, 0].clone(), results)
+        record_choices(tokens, tokens, tokens, parity, tokens.clone(), tokens[:, 0].clone(), results)
     with pytest.raises(ValueError, match="advance must be contiguous"):
-        record_choices(tokens, tokens, tokens[:, :1].clone(), tokens.clone(), tokens[:, 0], results)
+        record_choices(tokens, tokens, tokens[:, :1].clone(), parity, tokens.clone(), tokens[:, 0], results)
+    rows = torch.zeros(2, 3, 5).long()[:, :, :4]
+    with pytest.raises(ValueError, match="each buffer of results must be contiguous"):
+        record_choices(tokens, tokens, tokens[:, :1].clone(), parity, tokens.clone(), tokens[:, 0].clone(), rows)

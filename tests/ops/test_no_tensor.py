@@ -158,10 +158,13 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
         *(F8[:2, :2], ONE, F8[:2, :1], ONE),
         False,
     ),
-    continued_tokens: (torch.zeros(10, 2).long(), INT64[:, :1].clone(), INT64[:, 0].clone()),
+    continued_tokens: (torch.zeros(2, 10, 2).long(), INT64[0].clone(), INT64[:, :1].clone(), INT64[:, 0].clone()),
     text_rows: (INT64, INT64[:, 0], INT64[:, 0], INT),
     accepted_rows: (INT64, INT64, INT64[:, 0].clone()),
-    record_choices: (INT64, INT64, INT64[:, :1].clone(), INT64.clone(), INT64[0].clone(), torch.zeros(2, 4).long()),
+    record_choices: (
+        *(INT64, INT64, INT64[:, :1].clone(), INT64[0].clone(), INT64.clone(), INT64[0].clone()),
+        torch.zeros(2, 2, 4).long(),
+    ),
     few_rows_nt: (X, FLAT, 1e-6, F8, ONE, False, torch.ones(2, 2)),
     latent_attention: (
         X[:, :32],

@@ -12,19 +12,20 @@ BLOCK = 128  # rows or requests of a program
 
 
 def launch_continued(
-    numbers: Tensor, last: Tensor, advance: Tensor, fields: int, drafts_at: int, temperature_at: int, no_draft: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """numbers [fields + k, B], last [R, m], advance [R] → tokens [B, k], first positions, ends, temperatures [B]."""
-    b, k = numbers.shape[1], numbers.shape[0] - fields
-    tokens, first, end = numbers.new_empty(b, k), numbers.new_empty(b), numbers.new_empty(b)
-    temperature = numbers.new_empty(b, dtype=torch.float32)
-    if b:
-        with torch.cuda.device_of(numbers):
-            continued_tokens[(triton.cdiv(b, BLOCK),)](
-                numbers, last, advance, tokens, first, end, temperature, b, numbers.stride(0), last.stride(0),
-                FIELDS=fields, DRAFTS=drafts_at, TEMPERATURE=temperature_at, NO_DRAFT=no_draft, K=k, BLOCK=BLOCK,
-            )  # fmt: skip
-    return tokens, first, end, temperature
+    host: Tensor, parity: Tensor, last: Tensor, advance: Tensor, fields: int, drafts_at: int, temperature_at: int,
+    no_draft: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """host [2, fields + k, B], last [R, m] → tokens [B, k], first positions, ends, temperatures [B], fields [·, B]."""
+    b, k = host.shape[2], host.shape[1] - fields
+    tokens, first, end, numbers = (last.new_empty(shape) for shape in ((b, k), (b,), (b,), (fields, b)))
+    temperature = last.new_empty(b, dtype=torch.float32)
+    with torch.cuda.device_of(last):
+        continued_tokens[(max(triton.cdiv(b, BLOCK), 1),)](
+            host, parity, last, advance, tokens, first, end, temperature, numbers, b, host.stride(0), host.stride(1),
+            last.stride(0), FIELDS=fields, ROWS=triton.next_power_of_2(fields), DRAFTS=drafts_at,
+            TEMPERATURE=temperature_at, NO_DRAFT=no_draft, K=k, COLS=triton.next_power_of_2(k), BLOCK=BLOCK,
+        )  # fmt: skip
+    return tokens, first, end, temperature, numbers
 
 
 def launch_rows(
@@ -56,15 +57,15 @@ def launch_accepted(chosen: Tensor, tokens: Tensor, first: Tensor) -> tuple[Tens
 
 
 def launch_choices(
-    chosen: Tensor, tokens: Tensor, drafts: Tensor, last: Tensor, advance: Tensor, results: Tensor
+    chosen: Tensor, tokens: Tensor, drafts: Tensor, parity: Tensor, last: Tensor, advance: Tensor, results: Tensor
 ) -> None:
-    """chosen, tokens [B, k], drafts [B, k − 1] → last [B, k], advance [B], results [B, 2k]."""
+    """chosen, tokens [B, k], drafts [B, k − 1], parity [2] → last [B, k], advance [B], results [2, B, 2k]."""
     b, k = chosen.shape
-    if b:
-        with torch.cuda.device_of(chosen):
-            record_choices[(triton.cdiv(b, BLOCK),)](
-                chosen, tokens, drafts, last, advance, results, b, last.stride(0), K=k, BLOCK=BLOCK
-            )
+    with torch.cuda.device_of(chosen):
+        record_choices[(max(triton.cdiv(b, BLOCK), 1),)](
+            chosen, tokens, drafts, parity, last, advance, results, b, last.stride(0), results.stride(0), K=k,
+            BLOCK=BLOCK,
+        )  # fmt: skip
 
 
 def compile_cases() -> cases.CompileCases:
@@ -72,12 +73,16 @@ def compile_cases() -> cases.CompileCases:
 
     def step(requests: int, drafts: int) -> None:
         k = 1 + drafts
-        tokens, last, results = (cases.empty(requests, width, dtype=torch.int64) for width in (k, k, 2 * k))
+        host, parity, results = (
+            cases.empty(*shape, dtype=torch.int64) for shape in ((2, 9 + k, requests), (2,), (2, requests, 2 * k))
+        )
+        tokens, last = (cases.empty(requests, k, dtype=torch.int64) for _ in range(2))
         rows, pages = cases.empty(requests, dtype=torch.int64), cases.empty(requests, 64, dtype=torch.int32)
-        launch_continued(cases.empty(9 + k, requests, dtype=torch.int64), last, rows, 9, 5, 6, -4)
+        launch_continued(host, parity, last, rows, 9, 5, 6, -4)
         launch_rows(tokens, rows, rows, pages, 64)
         launch_accepted(tokens, tokens, rows)
-        launch_choices(tokens, tokens, cases.empty(requests, drafts, dtype=torch.int64), last, rows, results)
+        drafted = cases.empty(requests, drafts, dtype=torch.int64)
+        launch_choices(tokens, tokens, drafted, parity, last, rows, results)
 
     return {
         "numbers of a decode step": lambda: step(256, 0),
@@ -87,28 +92,38 @@ def compile_cases() -> cases.CompileCases:
 
 @triton.jit(do_not_specialize=["B"])
 def continued_tokens(
-    numbers, last, advance, tokens, first, end, temperature, B, step, last_step, FIELDS: tl.constexpr,
-    DRAFTS: tl.constexpr, TEMPERATURE: tl.constexpr, NO_DRAFT: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    host, parity, last, advance, tokens, first, end, temperature, numbers, B, host_buffer, host_row, last_row,
+    FIELDS: tl.constexpr, ROWS: tl.constexpr, DRAFTS: tl.constexpr, TEMPERATURE: tl.constexpr, NO_DRAFT: tl.constexpr,
+    K: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Requests of a program: their tokens, first positions, ends and temperatures."""
+    """Requests of a program: their tokens, first positions, ends, temperatures and other numbers.
+
+    All of the host's memory is loaded before anything is stored, so that the program waits for it once.
+    """
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = b < B
-    source = tl.load(numbers + b, mask=inside, other=-1)
+    current = tl.load(parity)
+    read = host + current * host_buffer + b
+    source = tl.load(read, mask=inside, other=-1, cache_modifier=".cv")  # the host may have written it since
+    position = tl.load(read + host_row, mask=inside, other=0, cache_modifier=".cv")
+    text_end = tl.load(read + 2 * host_row, mask=inside, other=0, cache_modifier=".cv")
+    drafts = tl.load(read + DRAFTS * host_row, mask=inside, other=0, cache_modifier=".cv")
+    heat = tl.load(read + TEMPERATURE * host_row, mask=inside, other=0, cache_modifier=".cv")
+    row, j = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[:, None]
+    is_field, is_token = (row < FIELDS) & inside[None, :], (j < K) & inside[None, :]
+    fields = tl.load(read[None, :] + row * host_row, mask=is_field, other=0, cache_modifier=".cv")
+    given = tl.load(read[None, :] + (FIELDS + j) * host_row, mask=is_token, other=0, cache_modifier=".cv")
     is_given = source < 0
     before = tl.where(is_given, 0, source)
-    position = tl.load(numbers + step + b, mask=inside, other=0)
     advanced = tl.load(advance + before, mask=inside & (source >= 0), other=0)
+    left = tl.load(last + before[None, :] * last_row + j, mask=is_token & (source >= 0)[None, :], other=0)
+    token = tl.where(is_given[None, :], given, left)
+    tl.store(tokens + b[None, :] * K + j, tl.where(j > drafts[None, :], NO_DRAFT, token), mask=is_token)
     tl.store(first + b, position + advanced, mask=inside)
-    drafts = tl.load(numbers + DRAFTS * step + b, mask=inside, other=0)
-    text_end = tl.load(numbers + 2 * step + b, mask=inside, other=0)
     tl.store(end + b, tl.minimum(text_end, position + advanced + 1 + drafts), mask=inside)
-    heat = tl.load(numbers + TEMPERATURE * step + b, mask=inside, other=0).to(tl.float64, bitcast=True)
-    tl.store(temperature + b, heat.to(tl.float32), mask=inside)
-    for j in tl.static_range(K):
-        given = tl.load(numbers + (FIELDS + j) * step + b, mask=inside, other=0)
-        left = tl.load(last + before * last_step + j, mask=inside & (source >= 0), other=0)
-        token = tl.where(is_given, given, left)
-        tl.store(tokens + b * K + j, tl.where(j > drafts, NO_DRAFT, token), mask=inside)
+    tl.store(temperature + b, heat.to(tl.float64, bitcast=True).to(tl.float32), mask=inside)
+    tl.store(numbers + row * B + b[None, :], fields, mask=is_field)
+    tl.store(parity + 1, 1 - current)  # all programs store the same
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -149,22 +164,26 @@ def accepted_rows(
 
 @triton.jit(do_not_specialize=["B"])
 def record_choices(
-    chosen, tokens, drafts, last, advance, results, B, last_step, K: tl.constexpr, BLOCK: tl.constexpr
+    chosen, tokens, drafts, parity, last, advance, results, B, last_row, results_buffer,
+    K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Requests of a program: what they leave to the next step and to the host."""
     b = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     inside = b < B
+    following = tl.load(parity + 1)
+    to_host = results + (1 - following) * results_buffer + b * 2 * K
     accepted = _count_accepted(chosen, tokens, b, inside, K, BLOCK)
     for j in tl.static_range(K):
         choice = tl.load(chosen + b * K + j, mask=inside, other=0)
-        tl.store(results + b * 2 * K + j, choice, mask=inside)
+        tl.store(to_host + j, choice, mask=inside)
     for j in tl.static_range(1, K):
         draft = tl.load(drafts + b * (K - 1) + j - 1, mask=inside, other=0)
-        tl.store(results + b * 2 * K + K + j, draft, mask=inside)
-        tl.store(last + b * last_step + j, draft, mask=inside)
-    tl.store(results + b * 2 * K + K, accepted, mask=inside)
-    tl.store(last + b * last_step, tl.load(chosen + b * K + accepted, mask=inside, other=0), mask=inside)
+        tl.store(to_host + K + j, draft, mask=inside)
+        tl.store(last + b * last_row + j, draft, mask=inside)
+    tl.store(to_host + K, accepted, mask=inside)
+    tl.store(last + b * last_row, tl.load(chosen + b * K + accepted, mask=inside, other=0), mask=inside)
     tl.store(advance + b, accepted + 1, mask=inside)
+    tl.store(parity, following)
 
 
 @triton.jit

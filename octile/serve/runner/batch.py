@@ -107,7 +107,7 @@ class DecodedTokens:
 
     Args:
         results: int64 [B, 2 + 2·n] in the host's memory: the numbers of `Decoded`.
-        ready: recorded after the copy to `results`; None: they are there.
+        ready: recorded after the step, which writes `results`; None: they are there.
         n_drafts: n of the step.
         timeout: seconds after which `wait` waits no longer.
         log_probs: float32 [B] in the host's memory: those of the chosen tokens, without drafts. None: there are none.
@@ -124,20 +124,40 @@ class DecodedTokens:
         self._results, self._ready, self._n_drafts, self._timeout = results, ready, n_drafts, timeout
         self._log_probs = log_probs
 
+    @property
+    def is_computed(self) -> bool:
+        """Whether the step has ended."""
+        return self._ready is None or self._ready.query()
+
     def wait(self) -> list[Decoded]:
         """Wait for the results, and return those of each request.
 
         Raises:
             TimeoutError: the GPU did not compute them in time, because it waits for the GPU of another rank.
         """
-        if self._ready is not None:
-            wait_for(self._ready, self._timeout)
+        self._wait_for_step(self._timeout)
         n, results = self._n_drafts, self._results.tolist()
         log_probs = [None] * len(results) if self._log_probs is None else self._log_probs.tolist()
         return [
             Decoded(row[: 1 + n], row[1 + n], row[2 + n :], log_prob)
             for row, log_prob in zip(results, log_probs, strict=True)
         ]
+
+    def release_buffer(self, timeout: float) -> None:
+        """Wait for the step, and copy its results: a later step writes its own to the same buffer.
+
+        Args:
+            timeout: seconds after which it waits no longer.
+
+        Raises:
+            TimeoutError: as in `wait`.
+        """
+        self._wait_for_step(timeout)
+        self._results = self._results.clone()
+
+    def _wait_for_step(self, timeout: float) -> None:
+        if self._ready is not None:
+            wait_for(self._ready, timeout)
 
 
 class Runner(Protocol):

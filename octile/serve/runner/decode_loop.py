@@ -9,6 +9,9 @@ log-probabilities of the chosen tokens, too.
 
     tokens of the step before → forward pass → sampling → accepted drafts → multi-token prediction → drafts
 
+Kernels read a step's numbers from the host's memory, and write its results there. Of both there are two buffers, which
+steps use in turn: the host writes the numbers of the next step while this one is computed.
+
 Rows of drafts that are not accepted write latents at positions that later steps write again, and no row attends to
 positions after its own. Rows beyond the drafts of a request are padding. A step that makes no drafts, where others do,
 writes the latents of multi-token prediction, to which later drafts attend.
@@ -20,6 +23,7 @@ Shapes: B requests, n drafts of a step, T = B · (1 + n) rows, M pages of a text
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
@@ -34,6 +38,8 @@ from octile.serve.model.forward import Forward
 from octile.serve.runner.batch import DecodedTokens, DecodeRequest
 from octile.serve.runner.graphs import GraphMemory, graph_sizes
 from octile.serve.runner.step import BLOCK_ROWS, PageTable, Step
+
+_unfinished: list[object] = []  # memory of loops that ended before the steps that write it
 
 
 class DecodeLoop:
@@ -62,18 +68,23 @@ class DecodeLoop:
             block = BLOCK_ROWS * forward.tp.size  # so that each rank of a group has whole blocks
             max_requests = -(-max_requests // block) * block
             self.sizes = [*range(block, max_requests + 1, block)]
-        self._host = torch.zeros(FIELDS + 1 + n_drafts, max_requests, dtype=torch.int64, pin_memory=self._on_gpu)
+        numbers, results = FIELDS + 1 + n_drafts, max_requests * (2 + 2 * n_drafts)
+        self._host = torch.zeros(2, numbers, max_requests, dtype=torch.int64, pin_memory=self._on_gpu)
+        self._results = torch.zeros(2, results, dtype=torch.int64, pin_memory=self._on_gpu)
         self._fields = self._host.numpy()
+        self._launched: list[DecodedTokens | None] = [None, None]  # the last steps, by the buffers that they use
+        self._n_steps = 0
+        weakref.finalize(self, _outlive_steps, self._launched, self._host, self._results).atexit = False
         self._table = PageTable(max_requests, max_pages, pinned=self._on_gpu)
-        self._numbers = torch.zeros(self._host.shape, dtype=torch.int64, device=device)
         self._pages = torch.zeros(max_requests, max_pages, dtype=torch.int32, device=device)
-        # what a step leaves to the next one: the last token and its drafts, and how many positions it has advanced
+        # what a step leaves to the next one: the last token and its drafts, how many positions it has advanced, and
+        # which buffers follow
         self._tokens = torch.zeros(max_requests, 1 + n_drafts, dtype=torch.int64, device=device)
         self._advance = torch.zeros(max_requests, dtype=torch.int64, device=device)
-        self._results = torch.zeros(max_requests * (2 + 2 * n_drafts), dtype=torch.int64, device=device)
+        self._parity = torch.zeros(2, dtype=torch.int64, device=device)
         self._log_probs = torch.zeros(max_requests, dtype=torch.float32, device=device)
         if memory is not None:
-            self._copied = torch.cuda.Event()
+            self._pages_copied = torch.cuda.Event()
             is_sparse = (False, True) if forward.attention.index is not None else (False,)
             has_log_probs = (False,) if n_drafts else (False, True)
             counts = range(n_drafts, -1, -1)  # the largest first: others use its memory again
@@ -82,6 +93,7 @@ class DecodeLoop:
                 way: memory.capture_sizes(self.sizes, partial(self._step, *way))
                 for way in product(counts, is_sparse, has_log_probs)
             }
+            self._parity.zero_()  # each capture has computed a step
 
     def run(
         self,
@@ -102,39 +114,44 @@ class DecodeLoop:
 
         Raises:
             ValueError: log_probs are asked for, and requests may have drafts, or n_drafts is above the largest n.
-            TimeoutError: the GPU has not begun the step before in time.
+            TimeoutError: the GPU has not computed the step before the last one in time.
         """
         if log_probs and self.n_drafts:
             raise ValueError(f"log_probs must be False in decode steps with drafts, and n_drafts is {self.n_drafts}")
         if not 0 <= n_drafts <= self.n_drafts:
             raise ValueError(f"n_drafts must be from 0 to {self.n_drafts}, the runner's, not {n_drafts}")
         size = next(size for size in self.sizes if size >= max(len(requests), at_least))
+        buffer = self._n_steps % 2
+        if (launched := self._launched[buffer]) is not None:
+            launched.release_buffer(timeout)
         if self._on_gpu:
-            wait_for(self._copied, timeout)  # the copies of the step before have read the host's buffers
-        first, end = self._fill(requests, size)
-        self._numbers.copy_(self._host, non_blocking=True)
+            wait_for(self._pages_copied, timeout)
+        first, end = self._fill(requests, size, self._fields[buffer])
         if first < end:
             self._pages[first:end].copy_(self._table.host[first:end], non_blocking=True)
         longest = max((self._reach(request, n_drafts) for request in requests), default=0)
         is_sparse = self.forward.attention.is_sparse(longest)
+        ready = None
         if self._on_gpu:
-            stream = torch.cuda.current_stream(self._numbers.device)  # of the model's GPU
-            self._copied.record(stream)
+            stream = torch.cuda.current_stream(self._pages.device)  # of the model's GPU
+            if first < end:
+                self._pages_copied.record(stream)
             replay, _ = self._graphs[n_drafts, is_sparse, log_probs][size]
             replay()
         else:
             self._step(n_drafts, is_sparse, log_probs, size)
-        results = _copy_to_host(self._results_of(len(requests), n_drafts))
+        self._n_steps += 1
         chosen_log_probs = _copy_to_host(self._log_probs[: len(requests)]) if log_probs else None
-        ready = None
         if self._on_gpu:
             ready = torch.cuda.Event()
             ready.record(stream)
-        return DecodedTokens(results, ready, n_drafts, timeout, chosen_log_probs)
+        results = self._results_of(len(requests), n_drafts)[buffer]
+        self._launched[buffer] = decoded = DecodedTokens(results, ready, n_drafts, timeout, chosen_log_probs)
+        return decoded
 
-    def _fill(self, requests: Sequence[DecodeRequest], size: int) -> tuple[int, int]:
+    def _fill(self, requests: Sequence[DecodeRequest], size: int, fields: np.ndarray) -> tuple[int, int]:
         """Write the host's buffers, and return the first and the end of the requests whose pages have changed."""
-        fields, n = self._fields, len(requests)
+        n = len(requests)
         *numbers, texts, pages_of = tuple(zip(*requests, strict=True)) or (FIELDS + 2) * ((),)
         for row, column in enumerate(numbers[:TEMPERATURE]):
             fields[row, :n] = column
@@ -155,21 +172,20 @@ class DecodeLoop:
         return min(request.end, first + 1 + max(n_drafts, 2 * n_drafts - 1))
 
     def _results_of(self, n_requests: int, n_drafts: int) -> Tensor:
-        """The results of so many requests of a step, [B, 2 + 2·n]."""
+        """Both buffers of the results of so many requests of a step, [2, B, 2 + 2·n]."""
         width = 2 + 2 * n_drafts
-        return self._results[: n_requests * width].view(n_requests, width)
+        return self._results[:, : n_requests * width].unflatten(1, (n_requests, width))
 
     def _step(self, n: int, is_sparse: bool, log_probs: bool, size: int) -> None:
         """Compute a step of the requests that the buffers describe; is_sparse as in `Step`, log_probs as in `run`."""
         forward = self.forward.for_rows(size * (1 + n))
-        numbers = self._numbers[: FIELDS + 1 + n, :size]
+        host = self._host[:, : FIELDS + 1 + n, :size]
+        *continued, numbers = continued_tokens(host, self._parity, self._tokens, self._advance)
+        tokens_Bn, first_B, drafts_end_B, temperature_B = continued
         end_B = numbers[2]
-        tokens_Bn, first_B, drafts_end_B, temperature_B = continued_tokens(numbers, self._tokens, self._advance)
         step = self._rows(tokens_Bn, first_B, drafts_end_B, is_sparse)
         h_TD = forward.hidden(step)
-        numbers_T, temperature_T = (
-            t[..., None].expand(*t.shape, 1 + n).flatten(-2) for t in (numbers[:FIELDS], temperature_B)
-        )
+        numbers_T, temperature_T = (t[..., None].expand(*t.shape, 1 + n).flatten(-2) for t in (numbers, temperature_B))
         how = _how_to_sample(numbers_T, step.positions + 1, temperature_T)
         chosen_Bn = forward.sample(h_TD, how, self._log_probs[:size] if log_probs else None).view(size, 1 + n)
         drafts: list[Tensor] = []
@@ -183,7 +199,7 @@ class DecodeLoop:
                 h_TD = forward.draft(self._rows(drafts[-1][:, None], last_B + i, end_B, is_sparse), h_TD)
                 drafts.append(forward.sample(h_TD, _how_to_sample(numbers, last_B + i + 2, temperature_B)))
         new_Bn = torch.stack(drafts, dim=1) if n else tokens_Bn[:, :0]
-        left = self._tokens[:size, : 1 + n], self._advance[:size], self._results_of(size, n)
+        left = self._parity, self._tokens[:size, : 1 + n], self._advance[:size], self._results_of(size, n)
         record_choices(chosen_Bn, tokens_Bn, new_Bn, *left)
 
     def _rows(self, tokens_Bk: Tensor, first_B: Tensor, end_B: Tensor, is_sparse: bool) -> Step:
@@ -197,11 +213,17 @@ class DecodeLoop:
 
 
 def _how_to_sample(numbers: Tensor, positions: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
-    """Return the arguments of `sample_tokens` after the logits, of numbers as `continued_tokens` takes them."""
+    """Return the arguments of `sample_tokens` after the logits, of numbers as `continued_tokens` returns them."""
     top_p, min_p = numbers[TEMPERATURE + 1 : FIELDS].view(torch.float64)
     return numbers[3], positions, temperature, numbers[4], top_p, min_p
 
 
+def _outlive_steps(launched: Sequence[DecodedTokens | None], *buffers: Tensor) -> None:
+    """Hold memory that steps still read and write: its allocator does not know of them."""
+    if any(step is not None and not step.is_computed for step in launched):
+        _unfinished.append(buffers)
+
+
 def _copy_to_host(t: Tensor) -> Tensor:
-    """Copy a step's results to memory of their own; the host does not wait for a GPU."""
+    """Copy a tensor to memory of its own; the host does not wait for a GPU."""
     return torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda).copy_(t, non_blocking=True)

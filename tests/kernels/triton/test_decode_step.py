@@ -26,14 +26,18 @@ def integers(below: int, *shape: int) -> Tensor:
 
 
 @SIZES
-def test_tokens_of_the_step_before_or_as_given(b: int, k: int):
-    numbers = integers(1000, FIELDS + k, b + 3)[:, :b]
-    numbers[0] = integers(b + 2, b) - 2
-    numbers[TEMPERATURE] = torch.linspace(0, 2, b, dtype=torch.float64).view(torch.int64)
-    numbers[DRAFTS] = integers(k, b)
-    given = numbers, integers(100, b, k + 2)[:, : k + 1] - 2, integers(k, b) + 1
-    found = kernel.launch_continued(*given, FIELDS, DRAFTS, TEMPERATURE, NO_DRAFT)
-    assert all(map(torch.equal, found, continued_tokens(*given)))
+@pytest.mark.parametrize("parity", [0, 1])
+def test_tokens_of_the_step_before_or_as_given(b: int, k: int, parity: int):
+    host = integers(1000, 2, FIELDS + k + 1, b + 3)[:, : FIELDS + k, :b]
+    for numbers in host:
+        numbers[0] = integers(b + 2, b) - 2
+        numbers[TEMPERATURE] = torch.linspace(0, 2, b, dtype=torch.float64).view(torch.int64)
+        numbers[DRAFTS] = integers(k, b)
+    left = integers(100, b, k + 2)[:, : k + 1] - 2, integers(k, b) + 1
+    parities = [torch.tensor([parity, -1]) for _ in range(2)]
+    found = kernel.launch_continued(host, parities[0], *left, FIELDS, DRAFTS, TEMPERATURE, NO_DRAFT)
+    assert all(map(torch.equal, found, continued_tokens(host, parities[1], *left)))
+    assert parities[0].tolist() == parities[1].tolist() == [parity, 1 - parity]
 
 
 @SIZES
@@ -55,9 +59,14 @@ def test_rows_after_accepted_drafts(b: int, k: int):
 
 
 @SIZES
-def test_choices(b: int, k: int):
+@pytest.mark.parametrize("parity", [0, 1])
+def test_choices(b: int, k: int, parity: int):
     given = integers(2, b, k), integers(2, b, k + 1)[:, 1:].contiguous(), integers(2, b, k - 1)
-    found, expected = ([torch.full(shape, -7) for shape in ((b, k + 2), (b,), (b, 2 * k))] for _ in range(2))
-    kernel.launch_choices(*given, found[0][:, :k], *found[1:])
-    record_choices(*given, expected[0][:, :k], *expected[1:])
+    found, expected = (
+        [torch.tensor([parity, 1 - parity]), *(torch.full(shape, -7) for shape in ((b, k + 2), (b,), (2, b, 2 * k)))]
+        for _ in range(2)
+    )
+    for run, (steps, last, *rest) in ((kernel.launch_choices, found), (record_choices, expected)):
+        run(*given, steps, last[:, :k], *rest)
     assert all(map(torch.equal, found, expected))
+    assert found[0].tolist() == 2 * [1 - parity]
