@@ -59,7 +59,10 @@ def _triton_recorded(gpu: Chip) -> Iterator[None]:
         return
     from octile.kernels.hopper import SHARED_BYTES
 
-    with assume_device(DeviceProperties(gpu.whole.multiprocessors, SHARED_BYTES, fp8=True)), recorded_launches(record):
+    with (
+        assume_device(DeviceProperties(gpu.whole.multiprocessors, SHARED_BYTES, fp8=True, dependent_launch=True)),
+        recorded_launches(record),
+    ):
         yield
 
 

@@ -53,11 +53,11 @@ from octile.kernels.triton.device import DeviceProperties, assume_device
 from octile.kernels.triton.planning import TritonLaunch, recorded_launches
 
 ARCHITECTURES = {
-    "sm_80": DeviceProperties(num_sms=108, shared_bytes=163 * 1024, fp8=False),  # A100
-    "sm_86": DeviceProperties(num_sms=84, shared_bytes=99 * 1024, fp8=False),  # A40, RTX 3090
-    "sm_89": DeviceProperties(num_sms=142, shared_bytes=99 * 1024, fp8=True),  # L40, RTX 4090
-    "sm_90": DeviceProperties(num_sms=132, shared_bytes=SHARED_BYTES, fp8=True),  # H100, H200
-    "sm_100": DeviceProperties(num_sms=148, shared_bytes=227 * 1024, fp8=True),  # B200
+    "sm_80": DeviceProperties(num_sms=108, shared_bytes=163 * 1024, fp8=False, dependent_launch=False),  # A100
+    "sm_86": DeviceProperties(num_sms=84, shared_bytes=99 * 1024, fp8=False, dependent_launch=False),  # A40, RTX 3090
+    "sm_89": DeviceProperties(num_sms=142, shared_bytes=99 * 1024, fp8=True, dependent_launch=False),  # L40, RTX 4090
+    "sm_90": DeviceProperties(num_sms=132, shared_bytes=SHARED_BYTES, fp8=True, dependent_launch=True),  # H100, H200
+    "sm_100": DeviceProperties(num_sms=148, shared_bytes=227 * 1024, fp8=True, dependent_launch=True),  # B200
 }
 
 MODULES = (

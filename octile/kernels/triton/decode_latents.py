@@ -40,7 +40,7 @@ def launch(
             slots.stride(0), latent.stride(0), rope.stride(0), 0 if weight is None else weight.stride(0), q.stride(0),
             q.stride(1), heads, q.shape[2] - r, NORMS=weight is not None, C=c, TILES=tiles, R=r,
             RS=triton.next_power_of_2(r), FP8=is_fp8, **constants, **DECODE_LATENTS, **EXACT,
-            **overlap_options(),
+            **overlap_options(cache.device),
         )  # fmt: skip
 
 

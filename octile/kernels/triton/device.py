@@ -16,11 +16,17 @@ import triton
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """SMs, shared memory in bytes that a thread block may use, and whether the GPU converts and multiplies FP8."""
+    """SMs, shared memory in bytes that a thread block may use, and what the GPU can do.
+
+    Attributes:
+        fp8: whether it converts and multiplies FP8.
+        dependent_launch: whether a kernel can start before the previous one has ended (`overlap_options`).
+    """
 
     num_sms: int
     shared_bytes: int
     fp8: bool
+    dependent_launch: bool
 
 
 _assumed: ContextVar[DeviceProperties | None] = ContextVar("assumed device properties", default=None)
@@ -44,8 +50,8 @@ def assume_device(gpu: DeviceProperties) -> Iterator[None]:
 @functools.cache
 def _gpu(device: torch.device) -> DeviceProperties:
     properties: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks shared_memory_per_block_optin
-    fp8 = (properties.major, properties.minor) >= (8, 9)
-    return DeviceProperties(properties.multi_processor_count, properties.shared_memory_per_block_optin, fp8)
+    version, shared_bytes = (properties.major, properties.minor), properties.shared_memory_per_block_optin
+    return DeviceProperties(properties.multi_processor_count, shared_bytes, version >= (8, 9), version >= (9, 0))
 
 
 def tile(m: int, n: int, num_gemms: int, block_k: int, one_b_scale: bool, gpu: DeviceProperties) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def launch_out(out: Tensor, x: Tensor, w: Tensor) -> None:
     with torch.cuda.device_of(x):
         multiply_heads[(triton.cdiv(n, HEADS["COLS"]), h, triton.cdiv(t, tile_t))](
             x, w, out, t, n, *x.stride()[:2], *w.stride()[:2], *out.stride()[:2], K=k, ROWS=tile_t, COLS=HEADS["COLS"],
-            num_warps=HEADS["num_warps"], **overlap_options(),
+            num_warps=HEADS["num_warps"], **overlap_options(x.device),
         )  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def launch_quantized(x: Tensor, w: Tensor, power_of_2: bool) -> tuple[Tensor, Te
         multiply_and_quantize[(h * n // cols, triton.cdiv(t, rows))](
             x, w, data, scale, t, n // cols, *x.stride()[:2], *w.stride()[:2], h * n, scale.stride(1),
             K=k, ROWS=rows, COLS=cols, POWER_OF_2=power_of_2, num_warps=QUANTIZED_HEADS["num_warps"],
-            **quantize_constants(torch.float8_e4m3fn), **EXACT, **overlap_options(),
+            **quantize_constants(torch.float8_e4m3fn), **EXACT, **overlap_options(x.device),
         )  # fmt: skip
     return data, scale
 

@@ -3,16 +3,23 @@
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
 from octile.kernels.cuda.jit.launch import overlaps
+from octile.kernels.triton.device import device_properties
 
 
-def overlap_options() -> dict[str, Any]:
-    """Return the constant and the option of a launch of a kernel that begins with `wait_for_previous`."""
-    return {"OVERLAPS": True, "launch_pdl": True} if overlaps() else {"OVERLAPS": False}
+def overlap_options(device: torch.device) -> dict[str, Any]:
+    """Return the constant and the option of a launch of a kernel that begins with `wait_for_previous`.
+
+    Launches overlap on Hopper and later GPUs; others have no instruction for it.
+    """
+    if overlaps() and device_properties(device).dependent_launch:
+        return {"OVERLAPS": True, "launch_pdl": True}
+    return {"OVERLAPS": False}
 
 
 @triton.jit

@@ -33,7 +33,8 @@ def launch(data: Tensor, scale: Tensor, row_ids: Tensor, order: Tensor) -> tuple
             permute[(scale_programs + triton.cdiv(t, tokens) * triton.cdiv(d, cols),)](
                 data.view(torch.uint8), scale, row_ids, order, rows, d, *data.stride(), *scale.stride(),
                 *row_ids.stride(), order.stride(0), moved.view(torch.uint8), moved_scale, moved_scale.stride(1),
-                scale_programs, K=k, TOKENS=tokens, COLS=cols, **PERMUTE_SCALES, **overlap_options(), num_warps=warps,
+                scale_programs, K=k, TOKENS=tokens, COLS=cols, **PERMUTE_SCALES, num_warps=warps,
+                **overlap_options(data.device),
             )  # fmt: skip
     return moved, moved_scale
 
@@ -62,7 +63,7 @@ def _launch_back(
             unpermute[(t * triton.cdiv(d, cols),)](
                 y, row_ids, added, weights, out, d, *y.stride(), *row_ids.stride(), *added.stride(), *weights.stride(),
                 K=k, ADD=add is not None, WEIGHTED=weight is not None, ACCUMULATES=accumulates, COLS=cols,
-                num_warps=cols // UNPERMUTE["cols_per_warp"], **EXACT, **overlap_options(),
+                num_warps=cols // UNPERMUTE["cols_per_warp"], **EXACT, **overlap_options(y.device),
             )  # fmt: skip
 
 

@@ -22,8 +22,8 @@ class AnyGpu:
 
 
 GPUS = {
-    "sm_80": DeviceProperties(num_sms=1, shared_bytes=163 * 1024, fp8=False),
-    "sm_90": DeviceProperties(num_sms=1, shared_bytes=SHARED_BYTES, fp8=True),
+    "sm_80": DeviceProperties(num_sms=1, shared_bytes=163 * 1024, fp8=False, dependent_launch=False),
+    "sm_90": DeviceProperties(num_sms=1, shared_bytes=SHARED_BYTES, fp8=True, dependent_launch=True),
     "any": AnyGpu(),
 }
 EVERY_GPU = ["sm_80", "sm_90"]
