@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
+from octile.kernels.cuda.jit.launch import overlapping_launches
 from octile.kernels.hopper import SHARED_BYTES
 from octile.kernels.triton import (
     adamw,
@@ -80,7 +81,7 @@ class CompiledTritonKernel:
 
 
 def compile_all(architecture: str) -> list[CompiledTritonKernel]:
-    """Compile every kernel in all forms that training and serving use.
+    """Compile every kernel in all forms that training and serving use, with and without launches that overlap.
 
     Args:
         architecture: one of `ARCHITECTURES`, such as "sm_90".
@@ -93,11 +94,17 @@ def compile_all(architecture: str) -> list[CompiledTritonKernel]:
     compiled = {}
     for case, launch in _cases().items():
         launches: list[TritonLaunch] = []
-        with assume_device(ARCHITECTURES[architecture]), recorded_launches(launches.append):
-            launch()
-        for launched in launches:
-            usage = _compile(architecture, case, launched.function, *_arguments_and_options(launched))
-            compiled[usage.kernel, case] = usage  # a GEMM may copy both operands: one entry is enough
+        overlapping: list[TritonLaunch] = []
+        with assume_device(ARCHITECTURES[architecture]):
+            with recorded_launches(launches.append):
+                launch()
+            with recorded_launches(overlapping.append), overlapping_launches():
+                launch()
+        forms = [(case, launched) for launched in launches]
+        forms += [(f"{case}, overlapping", launched) for launched in overlapping if launched.options.get("OVERLAPS")]
+        for form, launched in forms:
+            usage = _compile(architecture, form, launched.function, *_arguments_and_options(launched))
+            compiled[usage.kernel, form] = usage  # a GEMM may copy both operands: one entry is enough
     return list(compiled.values())
 
 

@@ -23,27 +23,28 @@ from octile.kernels.triton.launch_config import EXACT, HEADS, QUANTIZED_HEADS
 from octile.kernels.triton.overlap import overlap_options, wait_for_previous
 from octile.kernels.triton.scaling import divide, magnitude, round_to_format, scale_from_amax
 
-MAX_K, MAX_QUANTIZED_K = 256, 512  # whose weights a program can hold
+# Whose weights a program can hold; at least 16 at a time in a product, of which quantization has two.
+PRODUCT_K, QUANTIZED_K = (16, 256), (32, 512)
 
 
 def why_no_product(out: Tensor, x: Tensor, w: Tensor) -> str | None:
     """Return why `launch_out` does not support a call; None: it does."""
-    return _why_unsupported((x, w, out), MAX_K)
+    return _why_unsupported((x, w, out), *PRODUCT_K)
 
 
 def why_not_quantized(x: Tensor, w: Tensor) -> str | None:
     """Return why `launch_quantized` does not support a call; None: it does."""
     if w.shape[1] % TILE[1]:
         return f"heads have {w.shape[1]} columns, so tiles of {TILE[1]} belong to several"
-    return _why_unsupported((x, w), MAX_QUANTIZED_K)
+    return _why_unsupported((x, w), *QUANTIZED_K)
 
 
-def _why_unsupported(tensors: tuple[Tensor, ...], max_k: int) -> str | None:
+def _why_unsupported(tensors: tuple[Tensor, ...], min_k: int, max_k: int) -> str | None:
     x, k = tensors[0], tensors[0].shape[2]
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"the operands are {x.dtype}, not bfloat16 or float16"
-    if not 16 <= k <= max_k or k & (k - 1):
-        return f"K is {k}, not a power of two from 16 to {max_k}"
+    if not min_k <= k <= max_k or k & (k - 1):
+        return f"K is {k}, not a power of two from {min_k} to {max_k}"
     if not all(t.numel() and t.stride(2) == 1 for t in tensors):
         return "a tensor is empty, or its rows are not contiguous"
     return None
@@ -114,16 +115,24 @@ def multiply_and_quantize(
     K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, POWER_OF_2: tl.constexpr, INVERSE: tl.constexpr,
     REST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """A program computes and quantizes a tile of ROWS rows of a head, of which each has TILES tiles."""
+    """A program computes and quantizes a tile of ROWS rows of a head, of which each has TILES tiles.
+
+    It adds the products of both halves of K in the order of one product: registers do not hold all rows and the weight.
+    """
     tile = tl.program_id(0).to(tl.int64)
     head, n = tile // TILES, tl.arange(0, COLS)
     t = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    k = tl.arange(0, K)
-    weight = tl.load(w + head * w_head + (tile % TILES * COLS + n)[None, :] * w_row + k[:, None])
+    k = tl.arange(0, K // 2)
+    weights = w + head * w_head + (tile % TILES * COLS + n)[None, :] * w_row + k[:, None]
+    first_weight = tl.load(weights)
+    second_weight = tl.load(weights + K // 2)
     wait_for_previous(OVERLAPS)
     inside = (t < T)[:, None]
-    rows = tl.load(x + t.to(tl.int64)[:, None] * x_row + head * x_head + k[None, :], mask=inside, other=0.0)
-    value = tl.dot(rows, weight).to(x.dtype.element_ty).to(tl.float32)
+    operand = x + t.to(tl.int64)[:, None] * x_row + head * x_head + k[None, :]
+    first_rows = tl.load(operand, mask=inside, other=0.0)
+    second_rows = tl.load(operand + K // 2, mask=inside, other=0.0)
+    total = tl.dot(second_rows, second_weight, tl.dot(first_rows, first_weight))
+    value = total.to(x.dtype.element_ty).to(tl.float32)
     row_scale = scale_from_amax(tl.max(magnitude(value), axis=1), INVERSE, REST, POWER_OF_2)
     encoded = round_to_format(divide(value, row_scale[:, None], POWER_OF_2), data.dtype.element_ty, MANTISSA, BIAS)
     tl.store(data + t.to(tl.int64)[:, None] * data_row + tile * COLS + n[None, :], encoded, mask=inside)
