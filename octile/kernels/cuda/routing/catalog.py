@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from octile.kernels.cuda.gemm import num_sms
+from octile.kernels.cuda.jit.launch import overlapping_launches
 from octile.kernels.cuda.quantize.catalog import Launched
 from octile.kernels.cuda.routing import launcher
 
@@ -26,6 +27,8 @@ def launches() -> dict[str, Launched]:
             launcher.routing_plan(experts, load)
             for t in (32, 128, 256):
                 launcher.weighted_routing_plan(experts[:t], empty(t, k), n_experts)
+                with overlapping_launches():
+                    launcher.weighted_routing_plan(experts[:t], empty(t, k), n_experts)
             launcher.sequence_balance(empty(32768, n_experts), None, k, 8, "sigmoid")
         for i, launched in enumerate(recorded):
             found[f"routing of {n_experts} experts, {i}: {launched.name}"] = launched

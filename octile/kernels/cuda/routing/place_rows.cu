@@ -36,6 +36,11 @@ place_rows(const Entry* entries, const void* load, const int* of_blocks, const f
     int expert[config::rounds];
 #pragma unroll
     for (int r = 0; r < config::rounds; ++r) expert[r] = load_expert(entries, first + 32 * r, count);
+    float own_weight[config::rounds];  // loaded with the experts, so that the block waits for memory once
+    if constexpr (config::alone)
+#pragma unroll
+        for (int r = 0; r < config::rounds; ++r)
+            own_weight[r] = first + 32 * r < count ? __ldcg(weight + first + 32 * r) : 0.0f;
     for (int i = threadIdx.x; i < config::warps * experts; i += threads) counts[i] = 0;
 
     int row[config::rounds];  // the entries of the same expert before each in its warp
@@ -108,6 +113,6 @@ place_rows(const Entry* entries, const void* load, const int* of_blocks, const f
         const int at = min(max(row[r] + counts[warp * experts + expert[r]], 0), count - 1);
         place[first + 32 * r] = at;
         order[at] = first + 32 * r;
-        if constexpr (config::alone) row_weight[at] = __ldg(weight + first + 32 * r);
+        if constexpr (config::alone) row_weight[at] = own_weight[r];
     }
 }
