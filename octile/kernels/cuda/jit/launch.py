@@ -1,9 +1,9 @@
 """Launches of kernels that are specialized by constants: a kernel with its launch shape is prepared once.
 
 Within `overlapping_launches` kernels with a constant `programmatic` are launched by programmatic dependent launch. Each
-may start before the previous one of the stream has ended, and waits for it at its start. Dense GEMMs, products of heads
-and the gate of few rows load the first weights before, and within `only_activations_are_new` grouped GEMMs, too;
-attention of decoding loads the first pages there.
+may start before the previous one of the stream has ended, and waits for it at its start. Dense GEMMs, products of heads,
+and the gate and norms of few rows load the first weights before, and within `only_activations_are_new` grouped GEMMs,
+too; attention of decoding loads the first pages there.
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
 
@@ -28,7 +28,8 @@ _only_activations_are_new: ContextVar[bool] = ContextVar("only activations are o
 def overlapping_launches() -> Iterator[None]:
     """A context in which kernels may start before the previous one of the stream has ended.
 
-    The caller promises that no kernel inside writes a weight: an operand with 128×128 scales, of the gate or of heads.
+    The caller promises that no kernel inside writes a weight: an operand with 128×128 scales, or a weight of the gate,
+    of heads or of a norm.
     """
     token = _overlapping.set(True)
     try:

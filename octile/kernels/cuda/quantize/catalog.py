@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octile.kernels.cuda.jit.launch import overlapping_launches
 from octile.kernels.cuda.quantize import launcher
 from octile.kernels.memory_layout import new_scale
 
@@ -87,6 +88,8 @@ def _cases() -> dict[str, Callable[[], object]]:
         "RMSNorm, and in high precision": lambda p: launcher.rms_norm(x, _empty(k), 1e-6, E4M3, p, True),
         "RMSNorm of rows of 384": lambda p: launcher.rms_norm(_empty(t, 384), _empty(384), 1e-6, E4M3, p, False),
         "RMSNorm of rows of 128": lambda p: launcher.rms_norm(_empty(t, 128), _empty(128), 1e-6, E4M3, p, True),
+        "RMSNorm of few rows, overlapping": lambda p: _few_rows_overlapping(x[:256], p, False),
+        "RMSNorm of few rows, and in high precision, overlapping": lambda p: _few_rows_overlapping(x[:256], p, True),
         "RMSNorm of the longest row": lambda p: launcher.rms_norm(long_rows, long_rows[0], 1e-6, E4M3, p, False),
     }
     cases: dict[str, Callable[[], object]] = {}
@@ -102,6 +105,11 @@ def _cases() -> dict[str, Callable[[], object]]:
         ),
         "dequantize E5M6": lambda: launcher.dequantize(packed, scale, 1, 128, torch.bfloat16),
     }
+
+
+def _few_rows_overlapping(x: Tensor, power_of_2: bool, values: bool) -> None:
+    with overlapping_launches():
+        launcher.rms_norm(x, _empty(x.shape[1]), 1e-6, E4M3, power_of_2, values)
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

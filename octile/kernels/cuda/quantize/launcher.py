@@ -470,12 +470,14 @@ def _normalize(
     kind = "rms_norm, FP32 or with y" if needs_registers else "rms_norm"
     (units, warps), settings = norm_parts(k), SETTINGS[kind]
     blocks = max(min(settings["blocks"], max(1, 28 // warps)), NORM_WARPS * settings["blocks"] // warps)
-    rows = 1 if m <= FEW_ROWS else settings["rows"]
+    rows, early_weight = 1 if m <= FEW_ROWS else settings["rows"], False
+    if overlaps() and m <= FEW_ROWS and x.dtype != torch.float32:
+        early_weight, blocks = True, min(blocks, 2)  # all rows at once, and registers for the weight
     constants = {
         "dtype": DTYPES[x.dtype], "weight_dtype": DTYPES[weight.dtype],
         "format": DTYPES[torch.float8_e4m3fn if data is None else data.dtype], "power_of_2": power_of_2,
         "quantizes": data is not None, "store_y": y is not None, "units": units, "warps": warps, "rows": rows,
-        "blocks": blocks, "programmatic": overlaps(),
+        "blocks": blocks, "programmatic": overlaps(), "early_weight": early_weight,
     }  # fmt: skip
     arguments = (*map(address_of, (x, weight, data, scale, rstd, y)), float(eps), 1.0 / k, x.stride(0), m, k)
     resident = None if y is not None else constants["blocks"]

@@ -5,7 +5,8 @@
 //
 // NOTES
 // - The loads of the next row are in flight while a row is summed, quantized and stored.
-// - The weight is loaded again for every row, from the L1 cache: it does not fit into registers.
+// - The weight is loaded again for every row, from the L1 cache: it does not fit into registers. A block that has one row
+//   loads it before the previous kernel has ended (config::early_weight), which must not write it: it comes from memory.
 #include "tile.cuh"
 
 constexpr int units = config::units, norm_warps = config::warps, norm_threads = 32 * norm_warps;
@@ -24,12 +25,24 @@ __device__ __forceinline__ float sum_over_threads(float x, float* buffer) {
     return x;
 }
 
+// Loads a vector, and not through the read-only cache: the compiler moves such a load neither before nor behind the wait
+// for the previous kernel. Zeros out of bounds.
+template <int dtype>
+__device__ __forceinline__ Vec8<dtype> load_in_order(const uint8_t* from, bool in_bounds) {
+    uint4 parts[sizeof(Vec8<dtype>) / sizeof(uint4)];
+#pragma unroll
+    for (int i = 0; i < sizeof(parts) / sizeof(uint4); ++i)
+        parts[i] = in_bounds ? __ldcg(reinterpret_cast<const uint4*>(from) + i) : make_uint4(0, 0, 0, 0);
+    Vec8<dtype> loaded;
+    memcpy(&loaded, parts, sizeof(parts));
+    return loaded;
+}
+
 // x: [m, k] with strides x_row and 1. weight: [k]. rstds: [m]. y: [m, k] of x's dtype, only with config::store_y; data and
 // scale only with config::quantizes. inverse_k: 1 / k.
 extern "C" __global__ void __launch_bounds__(norm_threads, config::blocks)
 rms_norm(const uint8_t* x, const uint8_t* weight, uint8_t* data, float* scale, float* rstds, uint8_t* y, float eps,
          float inverse_k, int64_t x_row, int m, int k) {
-    if constexpr (config::programmatic) ptx::wait_and_launch_dependents();
     constexpr int dtype = config::dtype, format = config::format;
     constexpr bool power_of_2 = config::power_of_2;
     float *buffers = reinterpret_cast<float*>(ptx::dynamic_shared()), *buffer = buffers;
@@ -41,12 +54,22 @@ rms_norm(const uint8_t* x, const uint8_t* weight, uint8_t* data, float* scale, f
 
     auto load_row = [&](int i, int u, bool in_bounds) {
         const int at = column + u * step;
-        return load_vec8<dtype>(x + bytes<dtype>(i * x_row + at), in_bounds && at < k);
+        const uint8_t* from = x + bytes<dtype>(i * x_row + at);
+        if constexpr (config::early_weight) return load_in_order<dtype>(from, in_bounds && at < k);
+        return load_vec8<dtype>(from, in_bounds && at < k);
     };
     auto load_weight = [&](int u) {
         const int at = column + u * step;
         return load_vec8<config::weight_dtype>(ptx::opaque(weight) + bytes<config::weight_dtype>(at), at < k);
     };
+    Vec8<config::weight_dtype> early[units];
+    if constexpr (config::early_weight)
+#pragma unroll
+        for (int u = 0; u < units; ++u) {
+            const int at = column + u * step;
+            early[u] = load_in_order<config::weight_dtype>(weight + bytes<config::weight_dtype>(at), at < k);
+        }
+    if constexpr (config::programmatic) ptx::wait_and_launch_dependents();
     Vec8<dtype> row[units], next[units];
 #pragma unroll
     for (int u = 0; u < units; ++u) next[u] = load_row(first, u, true);
@@ -78,7 +101,7 @@ rms_norm(const uint8_t* x, const uint8_t* weight, uint8_t* data, float* scale, f
         float amax[units];
 #pragma unroll
         for (int u = 0; u < units; ++u) {
-            value[u] = normalized(row[u], load_weight(u));
+            value[u] = normalized(row[u], config::early_weight ? early[u] : load_weight(u));
             amax[u] = value[u].amax();
         }
         const int64_t index = static_cast<int64_t>(i) * k + column;

@@ -44,7 +44,8 @@ both_scales = pytest.mark.parametrize("power_of_2", [False, True], ids=["float32
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launch the kernels in the emulator, which guards all tensors that they are given.
 
-    A programmatic kernel begins before the previous one has written what it reads, and writes nothing until then.
+    A programmatic kernel begins before the previous one has written what it reads, and writes nothing until then. The
+    weight of a norm of few rows, the second tensor, is there before.
     """
     memory: list[Tensor] = []
 
@@ -57,7 +58,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(name, constants, x, blocks, threads, shared, *arguments, resident=None) -> None:
         given = [t for t in memory if t.numel()]
         grid = blocks if resident is None else min(blocks, 2)  # so that a thread block processes several blocks
-        previous = [t for t in given if t.is_contiguous()] if constants.get("programmatic") else []
+        written = memory[:1] + memory[2:] if constants.get("early_weight") else given
+        previous = [t for t in written if t.numel() and t.is_contiguous()] if constants.get("programmatic") else []
         emulator.run(
             name, constants, grid=grid, threads=threads, shared_bytes=shared, arguments=arguments, memory=given,
             previous=previous,
@@ -407,15 +409,19 @@ def test_rms_norm_of_zeros_and_of_nan():
 # ---- Kernels that begin before the previous one of the stream has ended ----
 
 
-def test_nothing_is_read_before_the_previous_kernel_has_ended():
+@pytest.mark.parametrize("few", [0, 256])
+def test_nothing_but_a_weight_is_read_before_the_previous_kernel_has_ended(few: int, monkeypatch):
+    monkeypatch.setattr(launcher, "FEW_ROWS", few)
     gate, up = (half.contiguous() for half in _gate_up(SHAPE, torch.bfloat16))
     weight, ends = torch.rand(SHAPE[1]).bfloat16() + 0.5, torch.tensor([100], dtype=torch.int32)
     with overlapping_launches():
         tiles = launcher.quantize(gate, 1, 128, E4M3, True)
         normed, rstd = launcher.rms_norm_high_precision(gate, weight, 1e-6)
+        *quantized, own_rstd, _ = launcher.rms_norm(gate, weight, 1e-6, E4M3, False, False)
         data, scale = launcher.swiglu(gate, up, E4M3, True, None, ends=ends)[:2]
     assert_same(tiles, quantize(gate, 1, 128, "e4m3", True))
     assert_same([normed], [normalized(gate, rstd, weight).bfloat16()])
+    assert_same(quantized, quantize(normalized(gate, own_rstd, weight), 1, 128, "e4m3", False))
     assert_close_data((data[:100], scale[:100]), [part[:100] for part in swiglu_quantize(gate, up, "e4m3", True)])
 
 
