@@ -16,6 +16,7 @@ from octile.kernels.triton.fp8_bits import as_encoded, quantize_constants
 from octile.kernels.triton.latent_cache import store_fp8, store_values
 from octile.kernels.triton.launch_config import DECODE_LATENTS, EXACT
 from octile.kernels.triton.overlap import overlap_options, wait_for_previous
+from octile.kernels.triton.rope import rotate_pairs
 
 
 def launch(
@@ -70,29 +71,32 @@ def write_and_rotate(
     INVERSE: tl.constexpr, REST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """The first program of a row writes to the cache, the others rotate HEADS heads each."""
-    wait_for_previous(OVERLAPS)
+    """The first program of a row writes to the cache, the others rotate HEADS heads each.
+
+    What the previous kernel may have written is loaded at once. The weight, which it must not write, is loaded before.
+    """
     t = tl.program_id(0).to(tl.int64)
     r = tl.arange(0, RS)
-    is_first = r % 2 == 0
-    cosine = tl.load(cos + t * (R // 2) + r // 2, mask=r < R, other=0.0)
-    sine = tl.load(sin + t * (R // 2) + r // 2, mask=r < R, other=0.0)
-    sine = tl.where(is_first, -sine, sine)
-    other = tl.where(is_first, r + 1, r - 1)  # of the same pair
+    pair = tl.arange(0, RS // 2)[None, None, :]
+    angle = t * (R // 2) + pair
     if tl.program_id(1) == 0:
-        slot = tl.load(slots + t * slot_step)
-        inside = tl.where((slot >= 0) & (slot < rows), 1, 0)  # a factor of the numbers of channels that are written
         c = tl.arange(0, TILES * 128)
+        if NORMS:
+            factor = tl.load(weight + c * weight_step, mask=c < C, other=0.0)
+        wait_for_previous(OVERLAPS)
+        slot = tl.load(slots + t * slot_step)
         value = tl.load(latent + t * latent_row + c, mask=c < C, other=0.0)
+        key = tl.load(rope + t * rope_row + r, mask=r < R, other=0.0)
+        cosine = tl.load(cos + angle, mask=pair < R // 2, other=0.0)
+        sine = tl.load(sin + angle, mask=pair < R // 2, other=0.0)
+        inside = tl.where((slot >= 0) & (slot < rows), 1, 0)  # a factor of the numbers of channels that are written
         if NORMS:
             value = value.to(tl.float32)
             value = value * tl.rsqrt(tl.sum(value * value, axis=0) / C + eps)
-            value = value * tl.load(weight + c * weight_step, mask=c < C, other=0.0).to(tl.float32)
+            value = value * factor.to(tl.float32)
             value = value.to(latent.dtype.element_ty)
-        key_row = rope + t * rope_row
-        key = tl.load(key_row + r, mask=r < R, other=0.0).to(tl.float32)
-        key = key * cosine + tl.load(key_row + other, mask=r < R, other=0.0).to(tl.float32) * sine
-        rotary = key.to(rope.dtype.element_ty)
+        rotated = rotate_pairs(key.to(tl.float32)[None, None, :], cosine, sine)
+        rotary = tl.reshape(rotated, [RS]).to(rope.dtype.element_ty)
         if FP8:
             value = value.to(tl.float32)
             start = slot * row
@@ -100,10 +104,12 @@ def write_and_rotate(
         else:
             store_values(data + slot * (C + R), value, rotary, inside, C, TILES * 128, R, RS)
     else:
-        h = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS).to(tl.int64)[:, None]
-        there = (h < H) & (r < R)[None, :]
-        heads = q + t * q_row + h * q_head + N
-        own = tl.load(heads + r[None, :], mask=there, other=0.0).to(tl.float32)
-        partner = tl.load(heads + other[None, :], mask=there, other=0.0).to(tl.float32)
-        to = absorbed + (t * H + h) * (C + R) + C + r[None, :]
-        tl.store(to, (own * cosine[None, :] + partner * sine[None, :]).to(absorbed.dtype.element_ty), mask=there)
+        wait_for_previous(OVERLAPS)
+        h = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS).to(tl.int64)[None, :, None]
+        channel = r[None, None, :]
+        there = (h < H) & (channel < R)
+        heads = tl.load(q + t * q_row + h * q_head + N + channel, mask=there, other=0.0).to(tl.float32)
+        cosine = tl.load(cos + angle, mask=pair < R // 2, other=0.0)
+        sine = tl.load(sin + angle, mask=pair < R // 2, other=0.0)
+        to = absorbed + (t * H + h) * (C + R) + C + channel
+        tl.store(to, rotate_pairs(heads, cosine, sine).to(absorbed.dtype.element_ty), mask=there)

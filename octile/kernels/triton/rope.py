@@ -264,5 +264,12 @@ def _rotated(value, cos, sin, s, there, cos_row, cos_col, sin_row, sin_col, SIGN
     inside = there & (pair < R // 2)
     c = tl.load(cos + s * cos_row + pair * cos_col, mask=inside, other=0.0)
     sine = tl.load(sin + s * sin_row + pair * sin_col, mask=inside, other=0.0) * SIGN
+    return rotate_pairs(value, c, sine)
+
+
+@triton.jit
+def rotate_pairs(value, c, sine):
+    """Rotate the pairs of value [tokens, heads, channels], float32, by angles with these cosines and sines."""
+    shape: tl.constexpr = value.shape
     a, b = tl.split(tl.reshape(value, [shape[0], shape[1], shape[2] // 2, 2]))
     return tl.reshape(tl.join(a * c - b * sine, a * sine + b * c), [shape[0], shape[1], shape[2]])
