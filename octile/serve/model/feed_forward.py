@@ -136,7 +136,7 @@ class FeedForward:
             rows = Rows(x.values.index_select(0, order_R // experts_TK.shape[1]), None)
         is_weighted = isinstance(w.down, ScaledTensor)
         with only_activations_are_new() if offs_E.is_cuda else nullcontext():
-            y_RD = self._experts(rows, w, offs_E, weight_R if is_weighted else None)
+            y_RD = self._experts(rows, w, offs_E, weight_R if is_weighted else None, all_rows=True)
         unpermute_add_(x_TD, y_RD, row_ids_TK, shared.wait(switches=False), None if is_weighted else weights_TK)
         return x_TD
 
@@ -180,10 +180,16 @@ class FeedForward:
         y_RD = self._experts(rows, w, here.offs, here.weights if is_weighted else None)
         return exchange.combine(y_RD, here, shared, None if is_weighted else weights_TK, x_TD)
 
-    def _experts(self, rows: Rows, w: MoEWeights, offs_E: Tensor, weight_R: Tensor | None = None) -> Tensor:
-        """Compute the routed experts of rows sorted by expert, times their weights if down-projections are in FP8."""
+    def _experts(
+        self, rows: Rows, w: MoEWeights, offs_E: Tensor, weight_R: Tensor | None = None, all_rows: bool = False
+    ) -> Tensor:
+        """Compute the routed experts of rows sorted by expert, times their weights if down-projections are in FP8.
+
+        If all rows have an expert, SwiGLU does not wait for where they end before it loads them.
+        """
         gate_RI, up_RI = self.gemms.projections(rows, w.x, offs_E)
-        return self.gemms.nt(self.gemms.swiglu(gate_RI, up_RI, w.down, weight_R, offs_E), w.down, offs_E)
+        hidden = self.gemms.swiglu(gate_RI, up_RI, w.down, weight_R, None if all_rows else offs_E)
+        return self.gemms.nt(hidden, w.down, offs_E)
 
     def _choose(self, x: Rows, layer: int, w: MoEWeights, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the experts of each row, and count them; return their weights and numbers, both [T, K].
