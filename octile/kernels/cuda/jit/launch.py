@@ -1,9 +1,9 @@
 """Launches of kernels that are specialized by constants: a kernel with its launch shape is prepared once.
 
 Within `overlapping_launches` kernels with a constant `programmatic` are launched by programmatic dependent launch. Each
-may start before the previous one of the stream has ended, and waits for it at its start. Dense GEMMs, products of heads,
-and the gate and norms of few rows load the first weights before, and within `only_activations_are_new` grouped GEMMs,
-too; attention of decoding loads the first pages there.
+may start before the previous one of the stream has ended, and waits for it at its start. Before that, dense GEMMs,
+products of heads, and the gate and norms of few rows load the first weights, and within `only_activations_are_new`
+grouped GEMMs, too; attention of decoding loads the first pages there.
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
 
