@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octile.formats import TILE
+from octile.kernels.cuda.jit.launch import loads_others_early, only_activations_are_new
 from octile.kernels.memory_layout import new_scale
 from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton import launch_config
@@ -58,12 +59,13 @@ def _launch_back(
     if out.numel():
         cols = min(max(triton.next_power_of_2(d), 128), UNPERMUTE["cols"])
         added = y if add is None else add  # not read without add
-        weights = y if weight is None else weight
+        weights, overlap = y if weight is None else weight, overlap_options(y.device)
+        early_ids = overlap["OVERLAPS"] and loads_others_early()
         with torch.cuda.device_of(y):
             unpermute[(t * triton.cdiv(d, cols),)](
                 y, row_ids, added, weights, out, d, *y.stride(), *row_ids.stride(), *added.stride(), *weights.stride(),
                 K=k, ADD=add is not None, WEIGHTED=weight is not None, ACCUMULATES=accumulates, COLS=cols,
-                num_warps=cols // UNPERMUTE["cols_per_warp"], **EXACT, **overlap_options(y.device),
+                num_warps=cols // UNPERMUTE["cols_per_warp"], EARLY_IDS=early_ids, **EXACT, **overlap,
             )  # fmt: skip
 
 
@@ -87,11 +89,17 @@ def compile_cases() -> cases.CompileCases:
     """The launches that `compile_all` compiles."""
     row_ids, sums, rows = cases.rows_of_tokens(), cases.empty(cases.T, cases.K), cases.empty(8 * cases.T, cases.K)
     weight = cases.empty(cases.T, 8, dtype=cases.FP32)
+
+    def with_older_ids() -> None:
+        with only_activations_are_new():
+            launch_add(sums, rows, row_ids, sums, None)
+
     return {
         "permute": lambda: launch(*cases.quantized(cases.T, cases.K, TILE)[:2], row_ids, row_ids.flatten()),
         "unpermute": lambda: launch_back(rows, row_ids, sums),
         "unpermute with weights": lambda: launch_back(rows, row_ids, sums, weight),
         "unpermute, added": lambda: launch_add(sums, rows, row_ids, sums, None),
+        "unpermute, added to older rows": with_older_ids,
         "unpermute backward": lambda: launch_back_backward(sums, rows, row_ids, weight),
     }
 
@@ -135,20 +143,28 @@ def permute(
 def unpermute(
     y, row_ids, add, weight, out, D, y_row, y_col, row_ids_row, row_ids_col, add_row, add_col, weight_row, weight_col,
     K: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr, ACCUMULATES: tl.constexpr, COLS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    EARLY_IDS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """A program sums COLS columns of a token, and adds the rounded sums to out if it accumulates."""
-    wait_for_previous(OVERLAPS)
+    """A program sums COLS columns of a token, and adds the rounded sums to out if it accumulates.
+
+    It waits for the previous kernel before it loads row ids, or after that if they are older (EARLY_IDS).
+    """
+    if not EARLY_IDS:
+        wait_for_previous(OVERLAPS)
     parts = tl.cdiv(D, COLS)
     token = (tl.program_id(0) // parts).to(tl.int64)
     column = tl.program_id(0) % parts * COLS + tl.arange(0, COLS)
     wide = column.to(tl.int64)
+    ids = ()
+    for k in tl.static_range(K):
+        ids += (tl.load(row_ids + token * row_ids_row + k * row_ids_col).to(tl.int64),)  # type: ignore[assignment]
+    if EARLY_IDS:
+        wait_for_previous(OVERLAPS)
     total = tl.zeros([COLS], tl.float32)
     if ADD:
         total = tl.load(add + token * add_row + wide * add_col, mask=column < D, other=0.0).to(tl.float32)
     for k in tl.static_range(K):
-        row = tl.load(row_ids + token * row_ids_row + k * row_ids_col).to(tl.int64)
-        value = tl.load(y + row * y_row + wide * y_col, mask=column < D, other=0.0).to(tl.float32)
+        value = tl.load(y + ids[k] * y_row + wide * y_col, mask=column < D, other=0.0).to(tl.float32)
         if WEIGHTED:
             value = value * tl.load(weight + token * weight_row + k * weight_col)
         total += value

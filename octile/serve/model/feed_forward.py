@@ -137,7 +137,7 @@ class FeedForward:
         is_weighted = isinstance(w.down, ScaledTensor)
         with only_activations_are_new() if offs_E.is_cuda else nullcontext():
             y_RD = self._experts(rows, w, offs_E, weight_R if is_weighted else None, all_rows=True)
-        unpermute_add_(x_TD, y_RD, row_ids_TK, shared.wait(switches=False), None if is_weighted else weights_TK)
+            unpermute_add_(x_TD, y_RD, row_ids_TK, shared.wait(switches=False), None if is_weighted else weights_TK)
         return x_TD
 
     def _expert_parallel_mixture(self, x: Rows, layer: int, w: MoEWeights, slots: Tensor) -> Tensor:

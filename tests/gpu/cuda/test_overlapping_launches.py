@@ -52,8 +52,8 @@ class Layer:
         with only_activations_are_new():
             gate, up = multiply(permute(data, scale, row_ids, order), self.experts[0], offs).chunk(2, dim=-1)
             rows = multiply(swiglu_quantize(gate, up, "e4m3", False, weight_R, offs), self.experts[1], offs)
-        current.wait_stream(self.side)
-        unpermute_add_(x, rows, row_ids, shared)
+            current.wait_stream(self.side)
+            unpermute_add_(x, rows, row_ids, shared)
 
 
 @pytest.mark.parametrize("rows", [9, 32, 100, 256])

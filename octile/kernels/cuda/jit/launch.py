@@ -3,7 +3,7 @@
 Within `overlapping_launches` kernels with a constant `programmatic` are launched by programmatic dependent launch. Each
 may start before the previous one of the stream has ended, and waits for it at its start. Before that, dense GEMMs,
 products of heads, and the gate and norms of few rows load the first weights, and within `only_activations_are_new`
-grouped GEMMs, too; attention of decoding loads the first pages there.
+grouped GEMMs, too; attention of decoding loads the first pages there, and unpermute row ids.
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
 
@@ -40,9 +40,9 @@ def overlapping_launches() -> Iterator[None]:
 
 @contextmanager
 def only_activations_are_new() -> Iterator[None]:
-    """A context of `overlapping_launches` in which grouped GEMMs and attention of decoding load more early.
+    """A context of `overlapping_launches` in which grouped GEMMs, attention of decoding and unpermute load more early.
 
-    The caller promises that all they read but rows of A and queries, such as offsets, lengths and cached pages, was
+    The caller promises that all they read but rows and queries, such as offsets, row ids, lengths and cached pages, was
     written by a kernel before the previous one of the stream. The previous one has waited for that before it let this
     one start, or has ended.
     """
