@@ -104,15 +104,15 @@ def continued_tokens(
     inside = b < B
     current = tl.load(parity)
     read = host + current * host_buffer + b
-    source = tl.load(read, mask=inside, other=-1, cache_modifier=".cv")  # the host may have written it since
-    position = tl.load(read + host_row, mask=inside, other=0, cache_modifier=".cv")
-    text_end = tl.load(read + 2 * host_row, mask=inside, other=0, cache_modifier=".cv")
-    drafts = tl.load(read + DRAFTS * host_row, mask=inside, other=0, cache_modifier=".cv")
-    heat = tl.load(read + TEMPERATURE * host_row, mask=inside, other=0, cache_modifier=".cv")
+    source = tl.load(read, mask=inside, other=-1, volatile=True)  # the host may have written it since
+    position = tl.load(read + host_row, mask=inside, other=0, volatile=True)
+    text_end = tl.load(read + 2 * host_row, mask=inside, other=0, volatile=True)
+    drafts = tl.load(read + DRAFTS * host_row, mask=inside, other=0, volatile=True)
+    heat = tl.load(read + TEMPERATURE * host_row, mask=inside, other=0, volatile=True)
     row, j = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[:, None]
     is_field, is_token = (row < FIELDS) & inside[None, :], (j < K) & inside[None, :]
-    fields = tl.load(read[None, :] + row * host_row, mask=is_field, other=0, cache_modifier=".cv")
-    given = tl.load(read[None, :] + (FIELDS + j) * host_row, mask=is_token, other=0, cache_modifier=".cv")
+    fields = tl.load(read[None, :] + row * host_row, mask=is_field, other=0, volatile=True)
+    given = tl.load(read[None, :] + (FIELDS + j) * host_row, mask=is_token, other=0, volatile=True)
     is_given = source < 0
     before = tl.where(is_given, 0, source)
     advanced = tl.load(advance + before, mask=inside & (source >= 0), other=0)
