@@ -31,7 +31,7 @@ import torch
 
 from octile.bench.rows import align_columns
 from octile.bench.serve.peer.random_folder import V2_LITE, letter_tokenizer, write_random_folder
-from octile.bench.serve.peer.vllm import free_port, server
+from octile.bench.serve.peer.vllm import Launch, free_port, server
 from octile.models.config import ModelConfig
 from octile.serve.process.signals import freeze_loaded
 from octile.tokenizer import Tokenizer
@@ -209,7 +209,7 @@ def main() -> None:
         port = free_port()
         command = [sys.executable, "-m", "octile", "serve", str(folder), "--port", str(port)]
         command += ["--reasoning-parser", "deepseek_r1", "--tool-call-parser", "deepseek_v31"]
-        with server(command, port, {}) as url:
+        with server(Launch("octile serve", command, {}, Path(made) / "serve.log"), port) as url:
             load, sending = Load(url), drawn_requests()
             asyncio.run(Load(url, wrong=load.wrong).run(sending, asked.clients, FIRST))
             freeze_loaded()

@@ -88,6 +88,7 @@ def run(
     from octile.checkpoint.files import check_output_file
     from octile.report.console import Console
     from octile.report.machine import describe_machine, machine
+    from octile.signals import termination_ignored
 
     if json:
         if not json.parent.is_dir():
@@ -102,12 +103,13 @@ def run(
                 write(json, rows, measured_on)  # whatever ends this process, what it has measured is there
     finally:
         if rows:
-            line = Console().print_line
-            line(f"{TITLES[what]} on {describe_machine(measured_on)}\n\n{bench.show(rows)}")
-            if json:
-                line(f"\nwritten to {json}")
-            if json and what == "gemm" and measured_on["gpu"]:
-                line(bench.draw(json))
+            with termination_ignored():  # `timeout` may send a second SIGTERM
+                line = Console().print_line
+                line(f"{TITLES[what]} on {describe_machine(measured_on)}\n\n{bench.show(rows)}")
+                if json:
+                    line(f"\nwritten to {json}")
+                if json and what == "gemm" and measured_on["gpu"]:
+                    line(bench.draw(json))
 
 
 def search(shape: str | None, minutes: float | None) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -32,7 +34,8 @@ class Options:
             tokens to experts on other GPUs; by torchrun; also called comm). tune searches the fastest GEMM
             configurations on a Hopper GPU and stores them. tune-casts shows the fastest settings of quantization
             kernels there.
-        json: also write the rows to this file.
+        json: also write the rows to this file, and the logs of a peer to its folder. With --peer, if not given, a file
+            in a new temporary folder.
         run: a run folder or a Hugging Face folder to serve; if not given, the newest under runs/, or with --peer
             random weights of V2-Lite's shape, in FP8 and in BF16.
         peer: vllm: serve compares octile with vLLM instead, engines and servers, with the same weights and prompts.
@@ -88,8 +91,9 @@ def run(options: Options) -> None:
     if options.peer is not None:
         from octile.bench.serve.peer import Peer
 
-        peer = Peer(options.peer_python, options.peer_setting, options.part)
-        run_benchmark("serve.peer", options.json, options.run, peer=peer)
+        with _rows_file(options.json) as json:
+            peer = Peer(json, options.peer_python, options.peer_setting, options.part)
+            run_benchmark("serve.peer", json, options.run, peer=peer)
     elif options.what == "tune-casts":
         search_casts()
     elif options.what == "tune":
@@ -99,6 +103,20 @@ def run(options: Options) -> None:
         what = "dispatch" if options.what == "comm" else options.what
         folder = (options.run or newest_run()) if is_run else None
         run_benchmark(what, options.json, folder, options.shapes, options.seed)
+
+
+@contextmanager
+def _rows_file(json: Path | None) -> Iterator[Path]:
+    """Yield the file for the rows of a peer; if not given, one in a new folder, which stays if anything is in it."""
+    if json is not None:
+        yield json
+        return
+    folder = Path(tempfile.mkdtemp(prefix="octile-bench-"))
+    try:
+        yield folder / "vllm.json"
+    finally:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def _refuse_elsewhere(options: Options, what: str, names: Sequence[str]) -> None:

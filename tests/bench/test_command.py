@@ -22,8 +22,17 @@ def test_a_name_is_that_of_a_benchmark_or_another_name_for_it(monkeypatch, name,
 def test_a_peer_is_compared_in_place_of_the_rest(monkeypatch):
     runs = []
     monkeypatch.setattr(command, "run_benchmark", lambda *arguments, **more: runs.append((arguments, more)))
-    main(["bench", "serve", "--peer", "vllm", "--run", "m", "--peer-setting", "triton", "--part", "http"])
-    assert runs == [(("serve.peer", None, Path("m")), {"peer": Peer(None, ("triton",), "http")})]
+    main(["bench", "serve", "--peer", "vllm", "--json", "x.json", "--run", "m", "--peer-setting", "triton"])
+    path = Path("x.json")
+    assert runs == [(("serve.peer", path, Path("m")), {"peer": Peer(path, None, ("triton",), None)})]
+
+
+def test_a_peer_has_a_file_for_its_rows(monkeypatch):
+    files = []
+    monkeypatch.setattr(command, "run_benchmark", lambda what, json, run, peer: files.append(json))
+    main(["bench", "serve", "--peer", "vllm"])
+    assert files[0].name == "vllm.json"
+    assert not files[0].parent.exists()  # nothing was written
 
 
 @pytest.mark.parametrize(

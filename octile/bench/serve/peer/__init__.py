@@ -7,8 +7,10 @@ vllm.py             where vLLM is imported, its settings, its processes
 random_folder.py    a folder with random weights that both load
 
 Both have the GPU alone, one after the other: octile's engine, vLLM's with each of its settings, octile's server, vLLM's
-with each of its settings. A row for each setting compares it with octile; the setting with the lowest ratio is the one
-that the goals judge. Rows come as they are measured.
+with each of its settings. Octile comes first: it starts in seconds, vLLM in minutes, so that each case of vLLM can be
+compared at once, whatever interrupts the next; and arrivals are shares of octile's capacity. A row for each setting
+compares it with octile; the setting with the lowest ratio is the one that the goals judge. Rows come as they are
+measured.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from octile.bench.serve.peer.engine_speed import EngineCase, Work
 from octile.bench.serve.peer.octile_engine import engine_speeds
 from octile.bench.serve.peer.random_folder import V2_LITE, V2_LITE_WIDTH, write_random_folder
 from octile.bench.serve.peer.streams import Traffic, measure_server
-from octile.bench.serve.peer.vllm import Setting, Vllm, free_port, server, why_not_loaded
+from octile.bench.serve.peer.vllm import Launch, Setting, Vllm, free_port, server, why_not_loaded
 from octile.checkpoint.hugging_face import Weights, checkpoint_folder, has_fp8_weights, read_model_config
 from octile.extras import require
 from octile.serve.http.command import PACKAGES
@@ -53,11 +55,13 @@ class Peer:
     """What `octile bench serve --peer vllm` is to measure.
 
     Attributes:
+        rows_file: file for the rows; the logs of vLLM are written to its folder.
         python: the interpreter that imports vLLM; None: this one.
         settings: names of vLLM's settings; (): all that it can run.
         part: the engines or the servers; None: both.
     """
 
+    rows_file: Path
     python: Path | None = None
     settings: Sequence[str] = ()
     part: Part | None = None
@@ -73,6 +77,7 @@ class Compared:
         settings: settings of vLLM.
         device: device of octile.
         work: what the engines do.
+        rows_file: as in `Peer`.
         traffic: what the clients of the servers send.
     """
 
@@ -81,7 +86,12 @@ class Compared:
     settings: Sequence[Setting]
     device: torch.device
     work: Work
+    rows_file: Path
     traffic: Traffic = field(default_factory=Traffic)
+
+    def log(self, setting: Setting, part: Part) -> Path:
+        """The file for what vLLM prints."""
+        return self.rows_file.with_name(f"{self.rows_file.stem}-{self.folder.name}-{setting.name}-{part}.log")
 
 
 def rows(run: Path | None, peer: Peer) -> Iterator[Row]:
@@ -109,8 +119,9 @@ def rows(run: Path | None, peer: Peer) -> Iterator[Row]:
     vllm = Vllm.find(peer.python or Path(sys.executable))
     settings, device = vllm.choose_settings(peer.settings, peer.part), torch.device("cuda")
     _say(f"settings of vLLM {vllm.version}: {', '.join(setting.name for setting in settings)}")
+    _say(f"each result is written to {peer.rows_file} when it is measured")
     if run is not None:
-        compared = _compared(checkpoint_folder(run), settings, device)
+        compared = _compared(checkpoint_folder(run), settings, device, peer.rows_file)
         if missing := [name for name in peer.settings if name not in {setting.name for setting in compared.settings}]:
             raise ValueError(f"peer_setting {missing[0]} needs FP8 weights, which {run} has not")
         yield from compared_rows(compared, vllm, peer.part)
@@ -123,7 +134,7 @@ def rows(run: Path | None, peer: Peer) -> Iterator[Row]:
             folder = Path(made, f"v2-lite-{weights}")
             _say(f"writing {folder}, random weights of V2-Lite's shape")
             write_random_folder(folder, V2_LITE, weights, device)
-            yield from compared_rows(_compared(folder, settings, device), vllm, peer.part)
+            yield from compared_rows(_compared(folder, settings, device, peer.rows_file), vllm, peer.part)
 
 
 def show(rows: Sequence[Row]) -> str:
@@ -140,13 +151,13 @@ def compared_rows(compared: Compared, vllm: Vllm, part: Part | None) -> Iterator
         yield from _http_rows(compared, vllm)
 
 
-def _compared(folder: Path, settings: Sequence[Setting], device: torch.device) -> Compared:
+def _compared(folder: Path, settings: Sequence[Setting], device: torch.device, rows_file: Path) -> Compared:
     """Name a folder, and leave out the settings that cannot run it."""
     config, is_fp8 = read_model_config(folder), has_fp8_weights(folder)
     usable = [setting for setting in settings if is_fp8 or not setting.is_fp8_only]
     is_v2_lite = replace(config, extra={}) == V2_LITE
     name = weights_case(goals.V2_LITE if is_v2_lite else folder.resolve().name, "FP8" if is_fp8 else "BF16")
-    return Compared(folder, name, usable, device, Work(CASES, config.vocab_size))
+    return Compared(folder, name, usable, device, Work(CASES, config.vocab_size), rows_file)
 
 
 def _engine_rows(compared: Compared, vllm: Vllm) -> Iterator[Row]:
@@ -159,11 +170,13 @@ def _engine_rows(compared: Compared, vllm: Vllm) -> Iterator[Row]:
         if setting.is_http_only:
             continue
         label = vllm.label(setting)
-        _say(f"measuring {compared.name}, the engine of {label}")
+        log = compared.log(setting, "engine")
         try:
-            for case, speed in vllm.engine_speeds(compared.folder, compared.work, setting):
-                yield compare(*_names(compared.name, case), ours[case], "tokens/s", label, speed)
-        except RuntimeError as error:
+            for case, speed in vllm.engine_speeds(compared.folder, compared.work, setting, log):
+                row = compare(*_names(compared.name, case), ours[case], "tokens/s", label, speed)
+                _say(f"{row.case}: {speed:,.0f} tokens/s, octile {row.value:,.0f}")
+                yield row
+        except (RuntimeError, TimeoutError) as error:
             _say(f"left out: {label}: {error}")
 
 
@@ -188,10 +201,11 @@ def _http_rows(compared: Compared, vllm: Vllm) -> Iterator[Row]:
             yield found
     for setting in compared.settings:
         label, port = vllm.label(setting), free_port()
-        _say(f"measuring {compared.name}, the server of {label}")
         command = vllm.serve_command(compared.folder, port, setting, work, traffic.prompt + traffic.new_tokens)
+        log = compared.log(setting, "http")
+        launch = Launch(f"the server of {label}", command, vllm.environment(setting), log)
         try:
-            with server(command, port, vllm.environment(setting)) as url:
+            with server(launch, port) as url:
                 for found in measure_server(url, compared.name, traffic, vocab_size, capacity):
                     if found.unit != "requests/s":  # the arrivals are the same
                         value = ours[found.case, found.what]

@@ -13,7 +13,8 @@ As a script this file measures vLLM in an interpreter that has it, and that may 
 
     python engine_speed.py '{"model": FOLDER, "work": {…}, "arguments": {…}}'
 
-prints a line for each result, `octile-bench {"case": [256, 1024, true], "speed": 23813.0}`.
+prints `{"started": true}` when the engine is there, and then a line for each result,
+`{"case": [256, 1024, true], "speed": 23813.0}`. What vLLM prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ from typing import Any, NamedTuple, Protocol
 STEPS = 32  # decode steps that are timed
 ROUNDS, WARM_UP_ROUNDS = 5, 2  # of prefill
 SPARE_STEPS = 8  # decode steps beyond those that are needed
-MARK = "octile-bench "  # before the JSON of a line
 
 
 class EngineCase(NamedTuple):
@@ -209,8 +209,12 @@ def main(request: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     asked = json.loads(request)
     work = Work.of(asked["work"])
-    for case, speed in measure(VllmEngine(asked["model"], work, asked["arguments"]), work):
-        print(f"{MARK}{json.dumps({'case': case, 'speed': speed})}", flush=True)
+    with os.fdopen(os.dup(1), "w", buffering=1) as results:  # each line is written at once
+        os.dup2(2, 1)
+        engine = VllmEngine(asked["model"], work, asked["arguments"])
+        print(json.dumps({"started": True}), file=results)
+        for case, speed in measure(engine, work):
+            print(json.dumps({"case": case, "speed": speed}), file=results)
 
 
 def _end_with_parent() -> None:

@@ -14,24 +14,28 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT
 from typing import IO
 from urllib.error import URLError
 from urllib.request import urlopen
 
 from octile.bench.serve.peer import engine_speed
-from octile.bench.serve.peer.engine_speed import MARK, EngineCase, Work, request_line
+from octile.bench.serve.peer.engine_speed import EngineCase, Work, request_line
 from octile.checkpoint.hugging_face import has_fp8_weights, read_model_config
 from octile.formats import BLOCK
+from octile.signals import termination_ignored
+from octile.text import format_count
 
-ENGINE_SECONDS = 900.0  # for all cases of a setting; the first start on a machine has taken 228 s
-START_SECONDS = 1200.0  # until a server answers; the first start on a machine has taken 8 minutes
+START_SECONDS = 1200.0  # of an engine or a server; the first start on a machine has taken 11 minutes
+ENGINE_SECONDS = 900.0  # for all cases of a setting, after the start
 END_SECONDS = 30.0  # after SIGTERM; then it is killed
-TAIL = 15  # lines of a process that an error shows
+EARLY_END_SECONDS = 3.0  # after SIGTERM where it is not needed to its end, because this process is ended, too
+TAIL = 15  # lines of a log that an error shows
+MARK = "octile-bench "  # before what the probe has found
 MEMORY_SHARE = 0.85  # of the GPU, some of which octile's own process holds
 
 ENVIRONMENT = {
@@ -81,6 +85,23 @@ SETTINGS = (
     Setting("triton+rust", {"moe_backend": "triton"}, _RUST, "the Rust front end", is_http_only=True),
     Setting("deep_gemm+rust", {"moe_backend": "deep_gemm"}, _RUST, "the Rust front end", True, True),
 )
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A process to start.
+
+    Attributes:
+        name: what it is, in messages.
+        command: its command.
+        environment: environment variables, besides those of this process.
+        log: file for what it prints.
+    """
+
+    name: str
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    log: Path
 
 
 @dataclass(frozen=True)
@@ -148,15 +169,20 @@ class Vllm:
                 raise ValueError(f"peer_setting {setting.name} is one of the server, not of the engine")
         return [setting for setting in chosen if setting.needs is None or setting.needs in self.packages]
 
-    def engine_speeds(self, folder: Path, work: Work, setting: Setting) -> Iterator[tuple[EngineCase, float]]:
-        """Yield the cases and their tokens per second, of an engine in a process of its own.
+    def engine_speeds(
+        self, folder: Path, work: Work, setting: Setting, log: Path
+    ) -> Iterator[tuple[EngineCase, float]]:
+        """Yield the cases and their tokens per second, of an engine in a process of its own, which prints to the log.
 
         Raises:
-            RuntimeError: the process ended before all of them, or took too long.
+            RuntimeError: the process ended before all of them.
+            TimeoutError: it took too long.
         """
         arguments = {"gpu_memory_utilization": MEMORY_SHARE, **setting.arguments}
         command = [str(self.python), engine_speed.__file__, request_line(str(folder.resolve()), work, arguments)]
-        yield from speeds_of(command, {**self.environment(setting), **IN_PROCESS}, len(work.cases))
+        environment = {**self.environment(setting), **IN_PROCESS}
+        launch = Launch(f"the engine of {self.label(setting)}", command, environment, log)
+        yield from speeds_of(launch, len(work.cases))
 
     def environment(self, setting: Setting) -> dict[str, str]:
         """Return the environment variables of a setting, besides those of this process."""
@@ -188,52 +214,45 @@ def why_not_loaded(folder: Path) -> str | None:
     return None
 
 
-def speeds_of(command: Sequence[str], environment: Mapping[str, str], n: int) -> Iterator[tuple[EngineCase, float]]:
-    """Run `engine_speed` as a script and yield its n results.
+def speeds_of(launch: Launch, n: int) -> Iterator[tuple[EngineCase, float]]:
+    """Run `engine_speed` as a script and yield its n results, each as it comes.
 
     Raises:
-        RuntimeError: the process ended before all of them, or took too long.
+        RuntimeError: the process ended before all of them.
+        TimeoutError: it did not start, or not measure them, in time.
     """
-    tail = deque[str](maxlen=TAIL)
-    with _process(command, environment, subprocess.PIPE) as (process, output):
-        timer = threading.Timer(ENGINE_SECONDS, process.kill)
-        timer.start()
-        try:
-            for line in output:
-                if line.startswith(MARK):
-                    result = json.loads(line.removeprefix(MARK))
-                    yield EngineCase(*result["case"]), result["speed"]
-                    n -= 1
-                    if not n:
-                        return
-                else:
-                    tail.append(line.rstrip())
-            process.wait()
-        finally:
-            timer.cancel()
-    raise RuntimeError(f"its process ended with exit code {process.returncode}, after:\n{chr(10).join(tail)}")
+    begin = time.monotonic()
+    with launch.log.open("wb") as log, _process(launch, stdin=PIPE, stdout=PIPE, stderr=log) as process:
+        assert process.stdout is not None
+        with _time_limit(process, START_SECONDS, "started"):
+            if not process.stdout.readline():
+                raise _early_end(process, launch)
+        _say_started(launch, begin)
+        with _time_limit(process, ENGINE_SECONDS, f"measured {format_count(n, 'case')}"):
+            for _ in range(n):
+                if not (line := process.stdout.readline()):
+                    raise _early_end(process, launch)
+                result = json.loads(line)
+                yield EngineCase(*result["case"]), result["speed"]
 
 
 @contextmanager
-def server(command: Sequence[str], port: int, environment: Mapping[str, str]) -> Iterator[str]:
+def server(launch: Launch, port: int) -> Iterator[str]:
     """Start a server in a process of its own, and yield its URL when its /health answers.
 
     Raises:
         RuntimeError: it ended before it served.
         TimeoutError: it does not answer.
     """
-    url, tail = f"http://127.0.0.1:{port}", deque[str](maxlen=TAIL)
-    with _process(command, environment, subprocess.DEVNULL) as (process, output):
-        reader = threading.Thread(target=lambda: tail.extend(line.rstrip() for line in output), daemon=True)
-        reader.start()
-        deadline = time.monotonic() + START_SECONDS
+    url, begin = f"http://127.0.0.1:{port}", time.monotonic()
+    with launch.log.open("wb") as log, _process(launch, stdin=DEVNULL, stdout=log, stderr=STDOUT) as process:
         while not _is_healthy(url):
             if process.poll() is not None:
-                reader.join()
-                raise RuntimeError(f"it ended with exit code {process.returncode}, after:\n{chr(10).join(tail)}")
-            if time.monotonic() > deadline:
+                raise _early_end(process, launch)
+            if time.monotonic() > begin + START_SECONDS:
                 raise TimeoutError(f"it has not answered at {url}/health within {START_SECONDS:g} s")
             time.sleep(0.2)
+        _say_started(launch, begin)
         yield url
 
 
@@ -246,25 +265,60 @@ def free_port() -> int:
 
 @contextmanager
 def _process(
-    command: Sequence[str], environment: Mapping[str, str], stdin: int
-) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+    launch: Launch, stdin: int, stdout: int | IO[bytes], stderr: int | IO[bytes]
+) -> Iterator[subprocess.Popen[bytes]]:
     """Start a process with the processes that it starts in a session of its own, and end them all."""
-    process = subprocess.Popen(
-        command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-        env={**os.environ, **environment}, start_new_session=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    try:
-        yield process, process.stdout
-    finally:
-        process.terminate()
+    print(f"starting {launch.name}, whose output goes to {launch.log}", file=sys.stderr, flush=True)
+    environment, seconds = {**os.environ, **launch.environment}, EARLY_END_SECONDS
+    with subprocess.Popen(
+        launch.command, stdin=stdin, stdout=stdout, stderr=stderr, env=environment, start_new_session=True
+    ) as process:
         try:
-            process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            print("killing a process that has not ended after SIGTERM", file=sys.stderr, flush=True)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # and what it has left behind, which would hold the GPU's memory
-        process.wait()
+            yield process
+            seconds = END_SECONDS
+        finally:
+            with termination_ignored():  # a second SIGTERM would leave it running
+                process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(seconds)
+                with suppress(ProcessLookupError):  # what it has left behind would hold the GPU's memory
+                    os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextmanager
+def _time_limit(process: subprocess.Popen[bytes], seconds: float, what: str) -> Iterator[None]:
+    """Kill a process that is not done in time.
+
+    Raises:
+        TimeoutError: it was killed, before it has done what the message says.
+    """
+    is_over = threading.Event()
+
+    def end() -> None:
+        is_over.set()
+        process.kill()
+
+    timer = threading.Timer(seconds, end)
+    timer.start()
+    try:
+        yield
+    except RuntimeError as error:
+        if is_over.is_set():
+            raise TimeoutError(f"it has not {what} within {seconds:g} s") from error
+        raise
+    finally:
+        timer.cancel()
+
+
+def _early_end(process: subprocess.Popen[bytes], launch: Launch) -> RuntimeError:
+    """Return the error of a process that has ended early, with the last lines of its log."""
+    process.wait()
+    tail = launch.log.read_text(errors="replace").splitlines()[-TAIL:]
+    return RuntimeError(f"it ended with exit code {process.returncode}, after:\n{chr(10).join(tail)}")
+
+
+def _say_started(launch: Launch, begin: float) -> None:
+    print(f"{launch.name} has started after {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
 
 
 def _is_healthy(url: str) -> bool:

@@ -1,5 +1,6 @@
 """How the steps of an engine are timed, and what the script prints that measures vLLM."""
 
+import re
 import subprocess
 import sys
 import weakref
@@ -10,13 +11,15 @@ import pytest
 import torch
 
 from octile.bench.serve.peer import engine_speed, octile_engine
+from octile.bench.serve.peer import vllm as peer_vllm
 from octile.bench.serve.peer.engine_speed import EngineCase, Step, Work, full_step_seconds, measure, request_line
-from octile.bench.serve.peer.vllm import SETTINGS, speeds_of
+from octile.bench.serve.peer.vllm import SETTINGS, Launch, Setting, speeds_of
 from octile.serve.engine.config import CacheConfig
 from octile.serve.weights.load import Folder
 
 WORK = Work([EngineCase(1, 20, True), EngineCase(6, 20, True), EngineCase(3, 30, False)], 300, 8, 64)
 TRITON, DEEP_GEMM = SETTINGS[:2]
+NEVER_STARTS = Setting("triton", {"moe_backend": "never starts"})
 
 
 class ClockedEngine:
@@ -101,31 +104,44 @@ def test_octile_leaves_the_memory_to_the_peer(micro_folder, monkeypatch):
     assert runners[0]() is None
 
 
-def test_vllm_is_measured_in_another_process(vllm):
-    speeds = dict(vllm.engine_speeds(Path("model"), WORK, TRITON))
+def test_vllm_is_measured_in_another_process(vllm, tmp_path):
+    speeds = dict(vllm.engine_speeds(Path("model"), WORK, TRITON, tmp_path / "log"))
     assert list(speeds) == list(WORK.cases)
     assert all(speed > 0 for speed in speeds.values())
 
 
-def test_an_engine_that_does_not_start_is_reported_with_its_last_lines(vllm):
+def test_its_start_is_announced_with_its_log_and_reported_with_its_seconds(vllm, tmp_path, capsys):
+    list(vllm.engine_speeds(Path("model"), WORK, TRITON, tmp_path / "log"))
+    engine = "the engine of vLLM 0.0, triton"
+    begin, end = capsys.readouterr().err.splitlines()
+    assert begin == f"starting {engine}, whose output goes to {tmp_path}/log"
+    assert re.fullmatch(rf"{engine} has started after \d+ s", end)
+    assert (tmp_path / "log").read_text().startswith("INFO starting")
+
+
+def test_an_engine_that_does_not_start_is_reported_with_its_last_lines(vllm, tmp_path):
     with pytest.raises(RuntimeError, match=r"ended with exit code 1, after:(.|\n)*this GPU has no DeepGEMM"):
-        list(vllm.engine_speeds(Path("model"), WORK, DEEP_GEMM))
+        list(vllm.engine_speeds(Path("model"), WORK, DEEP_GEMM, tmp_path / "log"))
+
+
+def test_an_engine_that_does_not_start_in_time_is_ended(vllm, tmp_path, monkeypatch):
+    monkeypatch.setattr(peer_vllm, "START_SECONDS", 0.1)
+    with pytest.raises(TimeoutError, match=r"it has not started within 0\.1 s"):
+        list(vllm.engine_speeds(Path("model"), WORK, NEVER_STARTS, tmp_path / "log"))
 
 
 def test_results_before_a_failure_are_used(tmp_path):
-    script = (
-        'print("INFO x"); print(\'octile-bench {"case": [1, 20, true], "speed": 2.5}\'); raise SystemExit("no kernel")'
-    )
-    results = speeds_of([sys.executable, "-c", script], {}, 2)
+    script = 'print("{}"); print(\'{"case": [1, 20, true], "speed": 2.5}\'); raise SystemExit("no kernel")'
+    results = speeds_of(Launch("a script", [sys.executable, "-c", script], {}, tmp_path / "log"), 2)
     assert next(results) == (EngineCase(1, 20, True), 2.5)
-    with pytest.raises(RuntimeError, match="exit code 1, after:\nINFO x\nno kernel"):
+    with pytest.raises(RuntimeError, match="exit code 1, after:\nno kernel"):
         next(results)
 
 
 def test_the_script_ends_with_the_process_that_started_it(vllm):
-    request = request_line("model", WORK, {"gpu_memory_utilization": 0.5, "moe_backend": "hangs"})
+    request = request_line("model", WORK, {"gpu_memory_utilization": 0.5, **NEVER_STARTS.arguments})
     command = [sys.executable, engine_speed.__file__, request]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        process.stdout.readline()  # it has started
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stderr.readline()  # it has begun
         process.stdin.close()
         assert process.wait(30) == 1

@@ -8,7 +8,7 @@ import pytest
 
 from octile.bench.serve.peer.engine_speed import Work
 from octile.bench.serve.peer.random_folder import write_random_folder
-from octile.bench.serve.peer.vllm import SETTINGS, Vllm, free_port, server, why_not_loaded
+from octile.bench.serve.peer.vllm import SETTINGS, Launch, Vllm, free_port, server, why_not_loaded
 from tests.train.conftest import MICRO
 
 TORCH = "from types import SimpleNamespace\ncuda = SimpleNamespace(is_available=lambda: {})\n"
@@ -107,10 +107,10 @@ def test_blocks_that_vllm_does_not_load_are_named(tmp_path, sizes, weights, why)
     assert found is None if why is None else found.startswith(why)
 
 
-def test_a_server_that_does_not_start_is_reported_with_its_last_lines():
-    command = [sys.executable, "-c", "raise SystemExit('no GPU')"]
+def test_a_server_that_does_not_start_is_reported_with_its_last_lines(tmp_path):
+    launch = Launch("a server", [sys.executable, "-c", "raise SystemExit('no GPU')"], {}, tmp_path / "log")
     with (
         pytest.raises(RuntimeError, match="it ended with exit code 1, after:\nno GPU"),
-        server(command, free_port(), {}),
+        server(launch, free_port()),
     ):
         pytest.fail("it serves")
