@@ -11,6 +11,7 @@ EXTRAS = {  # extra: the part of octile that needs it, as the subject of an erro
     "report": "octile's reports need",
     "lab": "octile's numerics lab needs",
     "serve": "octile's server needs",
+    "test": "octile's tests and the tools that send requests need",
     "tensorboard": "log tensorboard needs",
     "wandb": "log wandb needs",
     "mlflow": "log mlflow needs",

@@ -15,182 +15,11 @@ longest delay stands beside it. The first 20 seconds count for wrong answers onl
 """
 
 import argparse
-import asyncio
 import json
-import sys
-import tempfile
-import time
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
-import httpx
-import torch
-
-from octile.bench.rows import align_columns
-from octile.bench.serve.peer.random_folder import V2_LITE, letter_tokenizer, write_random_folder
-from octile.bench.serve.peer.vllm import Launch, free_port, server
-from octile.models.config import ModelConfig
-from octile.serve.process.signals import freeze_loaded
-from octile.tokenizer import Tokenizer
-from octile.train.config import MODELS
-from tests.serve.http.mixed_load import FOLLOWING, Asked, draw, follows, leave, read_stream, read_whole
-from tests.serve.http.templates import V31, with_tokens
-
-MINUTE, TICK = 60.0, 0.005  # seconds of a line, and between two looks at this process's own delay
-FIRST = 20.0  # seconds of load that do not count
-LONG = 2000  # letters of a long prompt
-VOCABULARY = 8192
-OK = 200
-HEAD = ["answers", "tokens", "longest pause, ms", "own delay, ms", "processes, GiB", "GPU, GiB"]
-
-
-@dataclass
-class Minute:
-    """What happened in a minute, or in a part of it."""
-
-    answers: int = 0
-    tokens: int = 0
-    pause: float = 0.0
-    own_delay: float = 0.0
-    resident: float = 0.0  # GiB
-    gpu: float = 0.0  # GiB
-
-    def cells(self) -> list[str]:
-        """The values as `HEAD` names them."""
-        pauses = f"{1e3 * self.pause:.0f}", f"{1e3 * self.own_delay:.0f}"
-        return [f"{self.answers:,}", f"{self.tokens:,}", *pauses, f"{self.resident:.3f}", f"{self.gpu:.3f}"]
-
-
-@dataclass
-class Load:
-    """Clients of a server, and what they see."""
-
-    url: str
-    minutes: list[Minute] = field(default_factory=list)
-    wrong: Counter[str] = field(default_factory=Counter)
-    streaming: int = 0  # streams that have begun and not ended
-    last: float = 0.0  # when one of them had its last event
-
-    async def run(self, requests: Iterator[Asked], n_clients: int, seconds: float, folder: Path | None = None) -> None:
-        """Send requests for so many seconds; with the folder of the server's model, measure each minute."""
-        end = time.perf_counter() + seconds
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        self.minutes.append(Minute())
-        async with httpx.AsyncClient(base_url=self.url, timeout=300, limits=limits) as client:
-
-            async def ask() -> None:
-                while time.perf_counter() < end:
-                    await self._ask(client, next(requests))
-
-            watching = asyncio.create_task(self._watch(folder)) if folder else None
-            await asyncio.gather(*(ask() for _ in range(n_clients)))
-        if watching and folder:
-            watching.cancel()
-            self._look(folder)
-
-    async def _ask(self, client: httpx.AsyncClient, request: Asked) -> None:
-        try:
-            if request.leaves:
-                await leave(self.url, request)
-                return
-            answer = await self._answer(client, request)
-        except (httpx.HTTPError, OSError, AssertionError) as error:
-            self.wrong[f"{request.kind}: {type(error).__name__}: {error}"[:200]] += 1
-            return
-        if answer is not None:
-            self.minutes[-1].answers += 1
-            self.minutes[-1].tokens += answer["usage"][1]
-            for choice in answer["choices"]:
-                ended = choice["finish_reason"] != "length"
-                if request.kind in FOLLOWING and ended and not follows(request.kind, choice):
-                    self.wrong[f"{request.kind} does not follow its grammar"] += 1
-
-    async def _answer(self, client: httpx.AsyncClient, request: Asked) -> dict[str, Any] | None:
-        if not request.body.get("stream"):
-            response = await client.post(request.path, json=request.body)
-            if response.status_code == OK:
-                return read_whole(response.json())
-            self.wrong[f"status {response.status_code}"] += 1
-            return None
-        parts, begun = [], False
-        async with client.stream("POST", request.path, json=request.body) as response:
-            if response.status_code != OK:
-                self.wrong[f"status {response.status_code}"] += 1
-                return None
-            try:
-                async for part in response.aiter_text():
-                    now = time.perf_counter()
-                    if self.streaming:
-                        self.minutes[-1].pause = max(self.minutes[-1].pause, now - self.last)
-                    self.last = now
-                    if not begun:
-                        begun, self.streaming = True, self.streaming + 1
-                    parts.append(part)
-            finally:
-                self.streaming -= begun
-        return read_stream("".join(parts))
-
-    async def _watch(self, folder: Path) -> None:
-        begin = before = time.perf_counter()
-        while True:
-            await asyncio.sleep(TICK)
-            now = time.perf_counter()
-            self.minutes[-1].own_delay = max(self.minutes[-1].own_delay, now - before - TICK)
-            if now - begin >= MINUTE * len(self.minutes):
-                self._look(folder)
-                self.minutes.append(Minute())
-                now = time.perf_counter()
-            before = now
-
-    def _look(self, folder: Path) -> None:
-        minute = self.minutes[-1]
-        minute.resident = resident_bytes(str(folder)) / 2**30
-        if torch.cuda.is_available():
-            free, total = torch.cuda.mem_get_info()
-            minute.gpu = (total - free) / 2**30
-        values = ", ".join(f"{name}: {cell}" for name, cell in zip(HEAD, minute.cells(), strict=True))
-        print(f"minute {len(self.minutes)}: {values}", file=sys.stderr, flush=True)
-
-
-def resident_bytes(argument: str) -> int:
-    """The resident memory of the processes with this argument, and of those that they have started."""
-    parents, resident, found = dict[int, int](), dict[int, int](), set[int]()
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            status = dict(line.split(":", 1) for line in (path / "status").read_text().splitlines())
-            arguments = (path / "cmdline").read_text().split("\0")
-        except OSError:  # it has ended
-            continue
-        parents[int(path.name)] = int(status["PPid"])
-        resident[int(path.name)] = 1024 * int(status.get("VmRSS", "0 kB").split()[0])
-        if argument in arguments and "serve" in arguments:
-            found.add(int(path.name))
-    while grown := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= grown
-    return sum(resident[pid] for pid in found)
-
-
-def write_model(folder: Path, config: ModelConfig, device: str) -> None:
-    """Write a model with random FP8 weights, and a tokenizer and template with DeepSeek's tokens."""
-    tokenizer = with_tokens(letter_tokenizer(VOCABULARY))
-    config = replace(config, vocab_size=-(-tokenizer.vocab_size // 128) * 128)
-    with_template = Tokenizer(tokenizer.backend, {**tokenizer.config, "chat_template": V31})
-    write_random_folder(folder, config, "fp8", device, with_template)
-
-
-def drawn_requests() -> Iterator[Asked]:
-    """Draw requests without end."""
-    tokenizer, seed = with_tokens(letter_tokenizer(VOCABULARY)), 0
-    while True:
-        for i, asked in enumerate(draw(256, seed, tokenizer, longest=200)):
-            body = dict(asked.body)
-            if i % 8 == 0 and isinstance(body.get("prompt"), str):
-                body["prompt"] = f"{seed} {i} " + body["prompt"] * (LONG // len(body["prompt"]))
-            yield replace(asked, body=body)
-        seed += 1
+from octile.cli import run_script
+from octile.extras import require
+from octile.serve.http.command import PACKAGES
 
 
 def main() -> None:
@@ -202,22 +31,17 @@ def main() -> None:
     for name, value in ("seconds", asked.seconds), ("--clients", asked.clients):
         if not value > 0:
             parser.error(f"{name} must be above 0, not {value:g}")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made) / "micro"  # the name that the requests have
-        write_model(folder, V2_LITE if asked.model == "v2_lite" else MODELS["tiny"](), device)
-        port = free_port()
-        command = [sys.executable, "-m", "octile", "serve", str(folder), "--port", str(port)]
-        command += ["--reasoning-parser", "deepseek_r1", "--tool-call-parser", "deepseek_v31"]
-        with server(Launch("octile serve", command, {}, Path(made) / "serve.log"), port) as url:
-            load, sending = Load(url), drawn_requests()
-            asyncio.run(Load(url, wrong=load.wrong).run(sending, asked.clients, FIRST))
-            freeze_loaded()
-            asyncio.run(load.run(sending, asked.clients, asked.seconds, folder))
+    require(*PACKAGES, "llguidance", extra="serve")
+    require("httpx", extra="test")
+
+    from octile.bench.rows import align_columns
+    from tools.long_load import HEAD, measure
+
+    load = measure(asked.model, asked.clients, asked.seconds)
     rows = [["minute", *HEAD], *([str(i), *minute.cells()] for i, minute in enumerate(load.minutes, 1))]
     print(align_columns(rows, right=set(rows[0])))
     print("wrong:", json.dumps(load.wrong) if load.wrong else "none")
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

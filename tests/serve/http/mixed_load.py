@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from octile.tokenizer import Tokenizer
-from tests.serve.http.test_formats import STOP, STRICT, is_trip, schema_format
+from tests.serve.http.trip import STOP, STRICT, is_trip, schema_format
 
 PATTERN = "[a-c]{3}-[0-9]{2}"
 TEXTS = ["left", "right"]

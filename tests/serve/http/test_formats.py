@@ -17,13 +17,8 @@ from octile.serve.http.config import Limits, Parsers
 from tests.serve.fake_runner import FakeRunner
 from tests.serve.http.conftest import Served
 from tests.serve.http.templates import V31, with_tokens
+from tests.serve.http.trip import SCHEMA, STOP, STRICT, TRIP, is_trip, schema_format
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
 MESSAGES = [{"role": "user", "content": "Where to, and how long?"}]
 
 
@@ -77,17 +72,6 @@ def chat(caller):
 def complete(served, **fields) -> httpx.Response:
     body = {"model": "micro", "prompt": "a", "max_tokens": 200, **fields}
     return httpx.post(f"{served.url}/v1/completions", json=body, timeout=60)
-
-
-def is_trip(text: str) -> bool:
-    trip = json.loads(text)
-    return (
-        set(trip) == {"city", "days"} and trip["city"] in SCHEMA["properties"]["city"]["enum"] and 0 < trip["days"] < 10
-    )
-
-
-def schema_format(schema=SCHEMA) -> dict:
-    return {"type": "json_schema", "json_schema": {"name": "trip", "schema": schema, "strict": True}}
 
 
 @pytest.mark.parametrize("n", [1, 5])
@@ -179,9 +163,6 @@ def test_what_cannot_be_followed_is_refused(served, fields, param, message):
     assert "\n" not in error["message"]
 
 
-TRIP = {"type": "function", "function": {"name": "trip", "parameters": SCHEMA}}
-STOP = {"type": "function", "function": {"name": "stop"}}
-STRICT = {"type": "function", "function": {**TRIP["function"], "strict": True}}
 THINKING = {"chat_template_kwargs": {"thinking": True}}
 SECTION, THOUGHT_END = "<｜tool▁calls▁begin｜>", "</think>"
 
