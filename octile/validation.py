@@ -309,7 +309,7 @@ def _needed(annotation: Any) -> str:
 
 def _converted(value: Any, annotation: Any, name: str) -> Any:
     """A value of a JSON file as its field has it, unchecked where it stays what it is."""
-    for member in _members(annotation):
+    for member in _members(get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation):
         if get_origin(member) is Annotated:
             member = get_args(member)[0]
         if is_dataclass(member) and value is not None:

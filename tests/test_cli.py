@@ -21,9 +21,11 @@ from octile.models.config import ModelConfig, RopeScaling
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.options import Command
 from octile.options.names import SETTINGS_FILES, with_options
+from octile.options.parse import parse
 from octile.serve.engine.engine import Engine
 from octile.serve.newest_run import newest_run
 from octile.tokenizer import Tokenizer
+from octile.train import command as train_command
 from octile.train.compare.compare import Comparison
 from octile.train.config import OptimConfig, ParallelConfig, TrainConfig, preset
 from octile.train.run.folder import RunFolder
@@ -252,6 +254,17 @@ def test_a_vocabulary_too_small_for_the_bytes_is_refused_before_any_work(capsys,
     code, out, err = call(capsys, "train", "--out", str(tmp_path / "run"), *options)
     assert (code, out) == (2, "")
     assert "--model.vocab-size must be at least 258 (256 bytes + 2), not 3" in err
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_special_tokens_are_those_of_the_tokenizer(capsys, tmp_path, command):
+    line = refused(capsys, command, "--model.eos-token-id", "5", "--out", str(tmp_path / "run"))
+    assert "--model.eos-token-id is no option: it is a token of the tokenizer" in line
+
+
+def test_a_smaller_vocabulary_needs_no_other_special_tokens():
+    given = parse(train_command.Options, ["--preset", "v2_lite_16b", "--model.vocab-size", "4096"], "train")
+    assert train_command.read(given).model.special_tokens == ()  # training sets them
 
 
 def test_unknown_recipe(capsys, text, tmp_path):
@@ -1062,7 +1075,7 @@ ACCEPTED = {  # those of the extremes that an option accepts; all other numeric 
     "optim.clip": ("1e30", str(10**18)),
     **dict.fromkeys(("model.first-k-dense-replace", "model.num-nextn-predict-layers"), ("0",)),
     **dict.fromkeys(("model.aux-loss-alpha", "model.mtp-loss-weight", "model.routed-scaling-factor"), ("0",)),
-    **dict.fromkeys(("model.initializer-range", "model.bos-token-id", "model.eos-token-id"), ("0",)),
+    "model.initializer-range": ("0",),
     **dict.fromkeys(("model.rope-scaling.mscale", "model.rope-scaling.mscale-all-dim"), ("0",)),
     "model.rope-theta": (str(10**18),),
 }

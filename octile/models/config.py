@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from octile.models import hf_config
+from octile.options import Refused
 from octile.routing import ScoringFunc, TopkMethod, check_routing
 from octile.validation import Range, check_fields, from_json, quoted, read_json
 
@@ -25,6 +26,7 @@ Size = Annotated[int, Range(at_least=1, at_most=2**20)]
 HeadDim = Annotated[int, Range(at_least=1, at_most=2**16)]
 Count = Annotated[int, Range(at_least=1, at_most=4096)]
 Tokens = Annotated[int, Range(at_least=1, at_most=2**31 - 1)]
+OF_TOKENIZER = Refused("is no option: it is a token of the tokenizer with which the model is trained")
 TokenId = Annotated[int, Range(at_least=0)]
 Weight = Annotated[float, Range(at_least=0, at_most=1000)]
 IndexerType = Literal["full", "shared"]
@@ -125,8 +127,8 @@ class ModelConfig:
         rope_scaling: YaRN, which extends the context; None: it is not extended.
         rms_norm_eps: what RMSNorm adds to the mean of the squares before it takes the root.
         initializer_range: standard deviation of the normal distribution of new weights.
-        bos_token_id: number of the token that begins a text; training takes its tokenizer's instead.
-        eos_token_id: numbers of the tokens that end a text; training takes its tokenizer's instead.
+        bos_token_id: number of the token that begins a text; training sets it to its tokenizer's.
+        eos_token_id: numbers of the tokens that end a text; training sets it to its tokenizer's.
         extra: further keys of a configuration file, written back unchanged.
 
     Raises:
@@ -173,12 +175,18 @@ class ModelConfig:
 
     rms_norm_eps: Annotated[float, Range(at_least=1e-30, at_most=1)] = 1e-6
     initializer_range: Annotated[float, Range(at_least=0, at_most=10)] = 0.006
-    bos_token_id: TokenId | None = 0
-    eos_token_id: TokenId | tuple[TokenId, ...] | None = 1
+    bos_token_id: Annotated[TokenId | None, OF_TOKENIZER] = 0
+    eos_token_id: Annotated[TokenId | tuple[TokenId, ...] | None, OF_TOKENIZER] = 1
     extra: dict[str, Any] = field(default_factory=dict, hash=False, repr=False)
 
     def __post_init__(self) -> None:
         _check(self)
+
+    @property
+    def special_tokens(self) -> tuple[int, ...]:
+        """The numbers of the tokens that begin and end texts."""
+        eos = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
+        return tuple(token for token in (self.bos_token_id, *eos) if token is not None)
 
     @property
     def qk_head_dim(self) -> int:

@@ -12,9 +12,9 @@ option, and fails on an option between two positional arguments where the second
 """
 
 from octile.options.command import Command, CommandGroup
-from octile.options.fields import Hidden, Named, Positional
+from octile.options.fields import Hidden, Named, Positional, Refused
 from octile.options.help import Section
 from octile.options.parse import Given
 from octile.options.values import OptionError
 
-__all__ = ["Command", "CommandGroup", "Given", "Hidden", "Named", "OptionError", "Positional", "Section"]
+__all__ = ["Command", "CommandGroup", "Given", "Hidden", "Named", "OptionError", "Positional", "Refused", "Section"]

@@ -8,6 +8,7 @@ A field is the option of its name, a field of a dataclass within it the option o
     seeds: tuple[int, ...] = ()                          --seeds, which may be given several times
     shape: Annotated[Path | None, Named("--model")]      --model
     text: Hidden[str | None] = None                      not at all
+    end: Annotated[int, Refused("is …")] = 1             not at all, and whoever tries reads why
 """
 
 from __future__ import annotations
@@ -38,6 +39,17 @@ class Named:
 
     name: str
     metavar: str | None = None
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Marker of a field that its name promises as an option, but that no command can set.
+
+    Attributes:
+        why: what a message says after the option's name.
+    """
+
+    why: str
 
 
 _POSITIONAL, _HIDDEN = object(), object()
@@ -138,7 +150,7 @@ def options_of(cls: type, default: Any = None, prefix: str = "") -> list[Option]
     found, texts = list[Option](), attribute_texts(cls)
     for name, annotation in annotations_of(cls).items():
         marks, path, value = marks_of(annotation), prefix + name, default_of(cls, name, default)
-        if _HIDDEN in marks:
+        if _HIDDEN in marks or any(isinstance(mark, Refused) for mark in marks):
             continue
         if (inner := dataclass_of(annotation)) is not None:
             found += options_of(inner, None if value is MISSING else value, f"{path}.")
@@ -149,6 +161,18 @@ def options_of(cls: type, default: Any = None, prefix: str = "") -> list[Option]
         option = name.upper() if _POSITIONAL in marks else named.name if named else f"--{path.replace('_', '-')}"
         metavar = (named and named.metavar) or metavar_of(annotation)
         found.append(Option(path, option, annotation, metavar, texts.get(name, ""), value))
+    return found
+
+
+def refused_options(cls: type, prefix: str = "") -> dict[str, str]:
+    """Return the options that a dataclass and its dataclasses refuse, and why."""
+    found = dict[str, str]()
+    for name, annotation in annotations_of(cls).items():
+        for mark in marks_of(annotation):
+            if isinstance(mark, Refused):
+                found[f"--{prefix}{name}".replace("_", "-")] = mark.why
+        if (inner := dataclass_of(annotation)) is not None:
+            found |= refused_options(inner, f"{prefix}{name}.")
     return found
 
 

@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
-from octile.options.fields import Option, dataclass_of, default_of, options_of
+from octile.options.fields import Option, dataclass_of, default_of, options_of, refused_options
 from octile.options.names import WORD_MARKS, with_options
 from octile.options.values import OptionError, value_of
 from octile.validation import annotations_of
@@ -118,13 +118,14 @@ def parse(cls: type, words: Sequence[str], command: str, resumable: Collection[s
     dash and is no number needs the form with =.
 
     Raises:
-        OptionError: an option is unknown, has no value or a wrong one; or an argument is missing or one too many.
+        OptionError: an option is unknown or refused, has no value or a wrong one; or an argument is missing or one too
+            many.
     """
     with _pointing_to_help(command):
-        return Given(cls, command, _assign(options_of(cls), list(words)), resumable)
+        return Given(cls, command, _assign(options_of(cls), refused_options(cls), list(words)), resumable)
 
 
-def _assign(options: Sequence[Option], words: list[str]) -> dict[str, list[str]]:
+def _assign(options: Sequence[Option], refused: Mapping[str, str], words: list[str]) -> dict[str, list[str]]:
     named = {option.name: option for option in options if not option.is_positional}
     negations = {option.negation: option for option in options if option.is_flag}
     found, arguments = dict[str, list[str]](), list[str]()
@@ -136,6 +137,8 @@ def _assign(options: Sequence[Option], words: list[str]) -> dict[str, list[str]]
         typed, equals, assigned = word.partition("=")
         name = f"--{typed.removeprefix('--').replace('_', '-')}"
         option = named.get(name) or negations.get(name)
+        if name in refused:
+            raise OptionError(name, refused[name])
         if option is None or not typed.startswith("--"):
             raise OptionError(typed, f"is unknown{_suggestion(name, [*named, *negations, '--help', HELP_ALL])}")
         if option.is_flag:

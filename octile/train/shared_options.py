@@ -80,7 +80,10 @@ def build(given: Given, default: Any) -> Any:
     Raises:
         ValueError: as for `Given.build`, or an option of YaRN has no effect.
     """
-    begun_with = with_yarn(default.model)
+    model, vocab_size = default.model, given.get("model.vocab_size")
+    if vocab_size and max(model.special_tokens, default=0) >= int(vocab_size):  # training sets them to its tokenizer's
+        model = replace(model, bos_token_id=None, eos_token_id=None)
+    begun_with = with_yarn(model)
     options = given.build(replace(default, model=begun_with))
     rope = options.model.rope_scaling
     if default.model.rope_scaling is None and rope == begun_with.rope_scaling:

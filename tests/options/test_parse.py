@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import pytest
 
-from octile.options import Given, OptionError, Positional
+from octile.options import Given, OptionError, Positional, Refused
 from octile.options.parse import parse
 from octile.validation import Range, check_fields
 
@@ -17,6 +17,7 @@ class Inner:
     betas: tuple[float, float] = (0.9, 0.95)
     topk: int | None = 8
     max_rate: float = 1.0
+    first_token: Annotated[int, Refused("is no option: a tokenizer has it")] = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -111,6 +112,7 @@ def test_what_is_not_given_is_that_of_the_default():
         (["a", "--rate=3"], "--rate is unknown; perhaps you meant --inner.rate or --absent.rate"),
         (["a", "--zzz"], "--zzz is unknown"),
         (["a", "-b"], "-b is unknown"),
+        (["a", "--inner.first_token=3"], "--inner.first-token is no option: a tokenizer has it"),
         (["a", "--hep"], "--hep is unknown; perhaps you meant --help"),
         (["a", "--help-al"], "--help-al is unknown; perhaps you meant --help-all or --help"),
         (["a", "--is-new=yes"], "--is-new takes no value, but 'yes' is given"),
