@@ -143,4 +143,5 @@ def _digest(setting: str, file: Path | None) -> str | None:
         return None
     if not file.is_file():
         raise FileNotFoundError(f"{setting} {str(file)!r} does not exist, or is no file")
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

@@ -14,6 +14,7 @@ import numpy as np
 
 from octile.train.data.arithmetic import NUMBERS, Problem, draw_problem
 from octile.train.data.batches import permute
+from octile.train.data.examples import read_lines
 from octile.validation import parse_json, quoted
 
 FIELDS = ("prompt", "answer")
@@ -68,17 +69,18 @@ class FilePrompts:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it has no prompt, or a line is not such an object; the message names the line.
+        ValueError: it has no prompt, or a line is not such an object or longer than
+            `octile.train.data.examples.MAX_LINE`; the message names the line.
     """
 
     def __init__(self, file: Path, seed: int):
         if not file.is_file():
             raise FileNotFoundError(f"prompts {str(file)!r} does not exist: name a JSONL file")
         self._seed = seed
-        lines = enumerate(file.read_bytes().split(b"\n"), start=1)
-        self._prompts = [_read(line, f"prompts {str(file)!r}, line {n}") for n, line in lines if line.strip()]
+        name = f"prompts {str(file)!r}"
+        self._prompts = [_read(line, f"{name}, line {number}") for number, line in read_lines(file, name)]
         if not self._prompts:
-            raise ValueError(f"prompts {str(file)!r} has no line: each is a JSON object with {' and '.join(FIELDS)}")
+            raise ValueError(f"{name} has no line: each is a JSON object with {' and '.join(FIELDS)}")
 
     def of_step(self, step: int, count: int) -> list[Prompt]:
         """See `Prompts`."""

@@ -54,6 +54,21 @@ def test_a_damaged_file_is_refused_with_the_line(tmp_path, content, message):
         FilePrompts(file, 0)
 
 
+def test_a_line_that_is_too_long_is_refused_before_it_is_read(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a", "answer": "b"}\n')
+    with file.open("r+b") as content:
+        content.truncate(2**40)  # zeros without a line end, which take no space
+    with pytest.raises(ValueError, match=r"prompts\.jsonl', line 2: must have at most 16,777,216 bytes, but has more"):
+        FilePrompts(file, 0)
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a", "answer": "b"}\n', encoding="utf-8-sig")
+    assert FilePrompts(file, 0).longest() == ["a"]
+
+
 def test_a_file_that_does_not_exist_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist: name a JSONL file"):
         FilePrompts(tmp_path / "none", 0)

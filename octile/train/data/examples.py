@@ -35,7 +35,7 @@ class Example(NamedTuple):
 
     Attributes:
         line: its line in the file, from 1.
-        n_bytes: the bytes of that line.
+        n_bytes: the bytes of that line, without a byte order mark.
         tokens: its tokens.
         has_loss: for each token whether it is to be predicted.
         prompt: the tokens before the first answer to a user; if there is none, all tokens.
@@ -78,20 +78,33 @@ def read_examples(path: Path, tokenizer: Tokenizer, template: ChatTemplate) -> I
         ValueError: a line is no example, or longer than MAX_LINE, or the template does not render it; names file and
             line.
     """
+    for number, line in read_lines(path, str(path)):
+        try:
+            tokens, has_loss, prompt = _read(_parse(line), tokenizer, template)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+        except RecursionError:
+            raise ValueError(f"{path}, line {number}: its objects and lists are nested too deeply") from None
+        yield Example(number, len(line), tokens, has_loss, prompt)
+
+
+def read_lines(path: Path, name: str) -> Iterator[tuple[int, bytes]]:
+    """Read the lines of a JSONL file, each with its number from 1. Empty lines and a byte order mark are skipped.
+
+    Args:
+        path: the file.
+        name: what messages call it.
+
+    Raises:
+        ValueError: a line is longer than MAX_LINE.
+    """
     with path.open("rb") as lines:
         for number, line in enumerate(iter(lambda: lines.readline(MAX_LINE + 1), b""), start=1):
             if len(line) > MAX_LINE:
-                raise ValueError(f"{path}, line {number}: must have at most {MAX_LINE:,} bytes, but has more")
+                raise ValueError(f"{name}, line {number}: must have at most {MAX_LINE:,} bytes, but has more")
             text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-            if not text.strip():
-                continue
-            try:
-                tokens, has_loss, prompt = _read(_parse(text), tokenizer, template)
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from None
-            except RecursionError:
-                raise ValueError(f"{path}, line {number}: its objects and lists are nested too deeply") from None
-            yield Example(number, len(line), tokens, has_loss, prompt)
+            if text.strip():
+                yield number, text
 
 
 def _parse(line: bytes) -> dict[str, Any]:
