@@ -1,9 +1,12 @@
 """Parts of commands, for messages that say what to type."""
 
+import re
 import shlex
 from pathlib import Path
 
 from octile.torchrun import processes_of_host
+
+HUB_NAME = re.compile(r"(?!runs/)[a-z0-9][\w.-]{0,95}/[a-z0-9][\w.-]{0,95}", re.IGNORECASE | re.ASCII)
 
 
 def train_command(n_ranks: int) -> str:
@@ -24,3 +27,20 @@ def path_argument(path: Path) -> str:
 def quoted_path(path: Path) -> str:
     """A path, quoted for a shell's command."""
     return shlex.quote(path_argument(path))
+
+
+def how_to_download(path: Path, *files: str) -> str:
+    """The end of a message about a folder that does not exist, which may be a model's name on the Hugging Face Hub.
+
+    What the command in it downloads lies at that path. A path is no such name, and the text empty, if it is not two
+    words, if the folder around it is there, or if that is where octile puts its runs.
+
+    Args:
+        path: what a user has named.
+        files: those that are needed; all if none is given.
+    """
+    name = path.as_posix()
+    if not HUB_NAME.fullmatch(name) or path.parent.exists():
+        return ""
+    command = " ".join(["hf download", name, *files, "--local-dir", name])
+    return f"; octile downloads no models: if this is one of the Hugging Face Hub, get it with {command}"

@@ -449,6 +449,11 @@ def shape(tmp_path) -> Path:
     return file
 
 
+def test_a_folder_gives_the_shape_of_its_model(begun, tmp_path):
+    MICRO.write(tmp_path / "config.json")
+    assert begun("--model", str(tmp_path)).model == MICRO
+
+
 def test_a_file_gives_the_shape_of_the_model(begun, shape):
     assert begun("--model", str(shape)) == replace(preset("tiny"), model=MICRO)
     config = begun("--model", str(shape), "--model.hidden-size", "128", "--steps", "7")
@@ -516,9 +521,35 @@ def test_a_shape_that_is_no_json_is_refused_by_its_option(capsys, shape):
 
 
 @pytest.mark.usefixtures("begun")
-@pytest.mark.parametrize(("name", "says"), [("none.json", "No such file or directory"), (".", "Is a directory")])
-def test_a_file_of_a_shape_that_cannot_be_read(capsys, tmp_path, name, says):
-    assert refused(capsys, "train", "--model", str(tmp_path / name)) == f"octile: {str(tmp_path / name)!r}: {says}\n"
+@pytest.mark.parametrize(("name", "file"), [("none.json", "none.json"), (".", "config.json")])
+def test_a_file_of_a_shape_that_does_not_exist(capsys, tmp_path, name, file):
+    line = refused(capsys, "train", "--model", str(tmp_path / name))
+    assert line == f"octile: {str(tmp_path / file)!r}: No such file or directory\n"
+
+
+HUB_MODEL = "deepseek-ai/DeepSeek-V3"
+
+
+@pytest.mark.parametrize(
+    ("words", "files"),
+    [
+        (["serve", HUB_MODEL], ""),
+        (["generate", HUB_MODEL], ""),
+        (["rl", HUB_MODEL], ""),
+        (["train", "--init-from", HUB_MODEL], ""),
+        (["train", "--model", HUB_MODEL], "config.json "),
+        (["plan", "cluster", "--model", HUB_MODEL], "config.json "),
+        (["convert", HUB_MODEL], ""),
+        (["convert", HUB_MODEL, "dst", "--to", "fp8"], ""),
+    ],
+    ids=str,
+)
+def test_a_model_of_the_hugging_face_hub_is_not_downloaded(capsys, tmp_path, monkeypatch, words, files):
+    monkeypatch.chdir(tmp_path)
+    command = f"hf download {HUB_MODEL} {files}--local-dir {HUB_MODEL}"
+    how = f"; octile downloads no models: if this is one of the Hugging Face Hub, get it with {command}\n"
+    assert refused(capsys, *words).endswith(how)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.usefixtures("begun")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from octile.command_text import quoted_path, train_command
+from octile.command_text import how_to_download, quoted_path, train_command
 
 
 @pytest.mark.parametrize("path", ["run", "a run's", "-dash", "-a run", "--out"])
@@ -13,6 +13,13 @@ def test_a_printed_path_is_the_same_path_and_no_option(path):
     (argument,) = shlex.split(quoted_path(Path(path)))
     assert Path(argument) == Path(path)
     assert not argument.startswith("-")
+
+
+@pytest.mark.parametrize("path", ["model", "a/b/c", "../model", "-dash/model", "owner/a b", "runs/tiny", "here/model"])
+def test_what_cannot_be_a_name_of_the_hub_is_not_downloaded(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+    assert how_to_download(Path(path)) == ""
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ OTHERS = {
     "--help",
     "--help-all",
     "--version",
-}  # the first three: torchrun's
+    "--local-dir",
+}  # the first three: torchrun's; the last: hf's
 OWN_OPTIONS = (  # vLLM's, NVRTC's, git's, …
     "bench/serve/peer/vllm.py", "kernels", "lab/probe", "lab/promotion.py", "report/machine.py", "report/svg.py",
 )  # fmt: skip

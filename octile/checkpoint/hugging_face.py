@@ -50,7 +50,7 @@ from octile.checkpoint.packed import PackedTensors
 from octile.checkpoint.recipe_entry import with_recipe
 from octile.checkpoint.shards import Shards, plan_shards, write_index
 from octile.checkpoint.tensor_file import TORCH_DTYPES, TensorSpec, writing
-from octile.command_text import quoted_path, train_command
+from octile.command_text import how_to_download, quoted_path, train_command
 from octile.models import hf_config
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
@@ -314,7 +314,8 @@ def checkpoint_folder(path: str | Path) -> Path:
     if not path.is_dir():
         why = "it is a file, not a folder" if path.exists() else "there is no such folder"
     others = ", ".join(_checkpoints_near(path)[:MAX_NAMED])
-    raise FileNotFoundError(f"no checkpoint at {path}: {why}{others and f'; checkpoints here: {others}'}")
+    here = others and f"; checkpoints here: {others}"
+    raise FileNotFoundError(f"no checkpoint at {path}: {why}{here}{how_to_download(path)}")
 
 
 def _configures_model(folder: Path) -> bool:

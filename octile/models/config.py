@@ -16,6 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from octile.command_text import how_to_download
 from octile.models import hf_config
 from octile.options import Refused
 from octile.routing import ScoringFunc, TopkMethod, check_routing
@@ -295,13 +296,16 @@ class ModelConfig:
 
     @classmethod
     def read(cls, path: str | Path) -> ModelConfig:
-        """Read a `config.json`.
+        """Read a `config.json`, or that of a folder.
 
         Raises:
             FileNotFoundError: there is no such file.
             ValueError: it is not a JSON object, or `from_hf` raises it.
         """
-        return cls.from_hf(read_json(Path(path)))
+        path, name = Path(path), "config.json"
+        if not path.exists() and (how := how_to_download(path, name)):
+            raise FileNotFoundError(f"{path} does not exist{how}")
+        return cls.from_hf(read_json(path / name if path.is_dir() else path))
 
     def write(self, path: str | Path) -> None:
         """Write a `config.json` that transformers, vLLM and SGLang read."""

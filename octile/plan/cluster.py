@@ -113,12 +113,9 @@ class Options:
         """
         if self.model is None:
             return PRESETS[self.preset]()
-        from octile.checkpoint.hugging_face import CONFIG  # late: it loads torch
-
-        path = self.model
-        model = ModelConfig.read(path / CONFIG if path.is_dir() else path)
+        model = ModelConfig.read(self.model)
         if model.has_indexer:
-            raise ValueError(f"model must have attention that is not sparse, since no plan has it: {path} has")
+            raise ValueError(f"model must have attention that is not sparse, since no plan has it: {self.model} has")
         return model
 
     @property

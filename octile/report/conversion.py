@@ -10,7 +10,7 @@ from octile.checkpoint.convert.share import Share
 from octile.checkpoint.convert.size import SizePrediction, predict_size
 from octile.checkpoint.convert.tensor import Target
 from octile.checkpoint.hugging_face import CONFIG
-from octile.command_text import quoted_path
+from octile.command_text import how_to_download, quoted_path
 from octile.report.console import Console
 from octile.text import format_bytes
 
@@ -69,7 +69,7 @@ def _check_configuration(src: Path) -> None:
     """
     needed = f"src must be a folder with {CONFIG}, or that file"
     if not src.exists():
-        raise FileNotFoundError(f"{needed}: {src} does not exist")
+        raise FileNotFoundError(f"{needed}: {src} does not exist{how_to_download(src)}")
     if src.is_dir() and not (src / CONFIG).exists():
         raise FileNotFoundError(f"{needed}: {src} has no {CONFIG}")
     if src.is_file() and src.suffix != ".json":

@@ -32,8 +32,8 @@ class Options(TrainConfig):
     """Train a model: from text to a run folder with checkpoints, the model, a report and a sample.
 
     Attributes:
-        model_file: a config.json of Hugging Face: the model has its shape instead of a preset's. What it says about
-            stored weights, such as their quantization, is not used.
+        model_file: a config.json of Hugging Face, or a folder with one: the model has its shape instead of a preset's.
+            What it says about stored weights, such as their quantization, is not used.
         resume: continue the run in --out from its newest checkpoint, with the settings that are stored there.
         tokens: tokens to read, instead of steps; rounded up to whole steps.
         profile: record a few steps after warm-up with torch's profiler, and write trace.json.gz and profile.txt, the

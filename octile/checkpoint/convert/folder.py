@@ -31,6 +31,7 @@ from octile.checkpoint.convert.tensor import Target, convert_tensor, max_error_o
 from octile.checkpoint.files import RECORD, atomic_write, checksum, read_record, verify, write_json
 from octile.checkpoint.shards import INDEX, Shards, write_index
 from octile.checkpoint.tensor_file import TensorFile, writing
+from octile.command_text import how_to_download
 from octile.layer_roles import RULE
 from octile.validation import read_json
 
@@ -140,7 +141,7 @@ def _check_arguments(src: Path, dst: Path, to: str) -> None:
     if to not in get_args(Target):
         raise ValueError(f"to must be 'fp8', 'bf16' or 'float32', not {to!r}")
     if not src.is_dir():
-        what = "is a file" if src.exists() else "does not exist"
+        what = "is a file" if src.exists() else f"does not exist{how_to_download(src)}"
         raise FileNotFoundError(f"src must be a folder with {CONFIG} and safetensors files: {src} {what}")
     if not (src / CONFIG).is_file():
         raise FileNotFoundError(f"src must be a folder with {CONFIG} and safetensors files: {src} has no {CONFIG}")

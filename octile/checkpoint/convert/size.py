@@ -17,6 +17,7 @@ from octile.checkpoint.fp8_layout import is_fp8
 from octile.checkpoint.hugging_face import CONFIG, storage_specs
 from octile.checkpoint.shards import INDEX, SINGLE, Shards
 from octile.checkpoint.tensor_file import TensorSpec
+from octile.command_text import how_to_download
 from octile.models.config import ModelConfig
 from octile.models.hf_config import MODEL_TYPES as DEEPSEEK
 from octile.models.meta import checkpoint_shapes
@@ -71,7 +72,9 @@ def predict_size(config: str | Path | ModelConfig, to: Target = "fp8", keep: Seq
         return _from_headers(Shards(path).specs, read_json(path / CONFIG), to, keep)
     file = path / CONFIG if path.is_dir() else path
     if not file.exists():
-        raise FileNotFoundError(f"config must be a config.json or a folder with one: {file} does not exist")
+        raise FileNotFoundError(
+            f"config must be a config.json or a folder with one: {file} does not exist{how_to_download(path)}"
+        )
     content = read_json(file)
     check_config(content)
     kind = content.get("model_type", "deepseek_v3")

@@ -23,8 +23,8 @@ class Options:
 
     Attributes:
         preset: tiny, small, medium, v2_lite_16b, v2_236b or v3_671b.
-        model_file: a config.json of Hugging Face: the model has its shape instead of a preset's. What it says about
-            stored weights, such as their quantization, is not used.
+        model_file: a config.json of Hugging Face, or a folder with one: the model has its shape instead of a preset's.
+            What it says about stored weights, such as their quantization, is not used.
         recipes: names of recipes, separated by commas.
         steps: steps of each run.
         sequence_length: tokens per sequence.
