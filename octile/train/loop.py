@@ -30,6 +30,7 @@ from octile.report.run.spikes import SpikeDetector, SpikeState
 from octile.signals import Stopped, stop_requests
 from octile.train.config import TrainConfig
 from octile.train.data.corpus import check_source
+from octile.train.data.examples import is_examples
 from octile.train.data.open import check_prompt, open_tokens, print_passes
 from octile.train.data.token_store import MANIFEST, TokenStore
 from octile.train.memory.check import check_memory, explain_out_of_memory
@@ -228,7 +229,9 @@ def _train_joined(
 
 def _how_to_continue(config: TrainConfig, run: RunFolder, checkpoints: RunCheckpoints) -> str:
     if not run.config_file.exists():
-        return "start the same command again, without --resume"
+        is_cached = (run.data / MANIFEST).exists() and not is_examples(config.data)
+        data = "" if is_cached else "; it prepares the data anew"
+        return f"start the same command again, without --resume{data}"
     if not checkpoints.can_continue():
         return f"nothing is saved before the first checkpoint; to start again: {config.resume_command}"
     return f"to continue from the last checkpoint: {config.resume_command}"

@@ -661,10 +661,23 @@ def test_a_signal_before_the_first_step_says_to_start_again(text, tmp_path, monk
         raise interrupt
 
     monkeypatch.setattr("octile.train.data.open.prepare", interrupted)
-    with pytest.raises(Stopped, match="start the same command again, without --resume") as stopped:
+    with pytest.raises(Stopped, match=r"without --resume; it prepares the data anew$") as stopped:
         train(micro(data=str(text), out=tmp_path / "run"), False, silent_console())
     assert stopped.value.exit_code == code
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_is_stopped_after_its_data_is_prepared_begins_with_it(text, tmp_path, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise Terminated
+
+    config = micro(data=str(text), out=tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr("octile.train.loop.build", interrupted)
+        with pytest.raises(Stopped, match=r"start the same command again, without --resume$"):
+            train(config, False, silent_console())
+    monkeypatch.setattr("octile.train.data.prepare._build", interrupted)  # it is in the cache
+    train(config, False, silent_console())
 
 
 def test_a_second_signal_during_a_step_says_how_to_continue(text, tmp_path, monkeypatch):
