@@ -7,12 +7,15 @@ test and starts another worker for those that follow.
 """
 
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from octile.kernels.cuda.gemm import request as gemm_request
+from tests.gpu_memory import SharedMemory
 from tests.train.conftest import store, text  # noqa: F401  (fixtures)
 
 if torch.cuda.is_available():
@@ -32,7 +35,9 @@ START_FIRST = (  # the longest tests, which compile much or start processes
     "test_serve.py",
 )
 STARTED_ONCE = ("test_experts.py",)  # one test starts the ranks, while the others would wait for its result
-LARGE = ("cuda/test_shapes.py",)  # up to 6 GiB a test: spread over the session, so that few run at a time
+LARGE = ("cuda/test_shapes.py",)  # spread over the session, and each begins when its memory is free
+LARGE_BYTES = 8 * 2**30  # of such a test; 6 GiB of tensors at most
+WAIT = 300  # seconds in which so much must be free; then a test begins all the same, and may fail for lack of memory
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -80,6 +85,21 @@ def memory_for_others():
     yield
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > CACHED:
         torch.cuda.empty_cache()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around the time limit, which the wait is not part of
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Let a large test of a session of several workers wait for its memory."""
+    is_large = item.path in [Path(__file__).parent / name for name in LARGE]
+    session = getattr(item.config, "workerinput", {}).get("testrunuid")
+    if not is_large or not session or not torch.cuda.is_available():
+        return (yield)
+    file = Path(tempfile.gettempdir(), f"octile-gpu-tests-{session}.json")
+    with SharedMemory(file, lambda: torch.cuda.mem_get_info()[0]).holding(LARGE_BYTES, WAIT) as is_free:
+        if not is_free:
+            gib = f"{LARGE_BYTES / 2**30:g} GiB"
+            item.add_report_section("setup", "GPU memory", f"{gib} were not free within {WAIT} s: it began without")
+        return (yield)
 
 
 def pytest_runtest_logfinish(nodeid: str) -> None:
