@@ -100,15 +100,16 @@ class Attention:
         self.pages = torch.randperm(rows * PAGES, device="cuda").int().view(rows, PAGES)
 
     def add(self, x: Tensor, positions: Tensor, cos_sin: tuple[Tensor, Tensor]) -> None:
+        slots = self.pages.gather(1, positions[:, None] // 64)[:, 0] * 64 + positions % 64
+        lengths = (positions + 1).int()  # before the kernel that precedes attention
         projected = multiply(quantize(x, *TILE, "e4m3", False), self.projection)
         q, latent, rope = projected.split([HEADS * (KEY + ROTARY), LATENT, ROTARY], -1)
         q_THX = q.unflatten(-1, (HEADS, -1))
         absorbed = q.new_empty(len(x), HEADS, LATENT + ROTARY)
-        slots = self.pages.gather(1, positions[:, None] // 64)[:, 0] * 64 + positions % 64
         write_and_rotate(self.cache, slots, latent, rope, self.norm, 1e-6, *cos_sin, q_THX, absorbed)
         heads_nt_out(absorbed[..., :LATENT], q_THX[..., :KEY], self.w_k)
         with only_activations_are_new():
-            o_THC = paged_attention(absorbed, self.cache, self.pages, (positions + 1).int(), LATENT, 0.05)
+            o_THC = paged_attention(absorbed, self.cache, self.pages, lengths, LATENT, 0.05)
         matmul_nt_out(x, *heads_nt_quantize(o_THC, self.w_v, False), TILE, *self.out, BLOCK, True)
 
 

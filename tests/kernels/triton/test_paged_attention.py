@@ -113,7 +113,7 @@ def test_all_rows_of_a_text_attend_together_unless_their_partial_results_are_too
 
 
 def test_two_blocks_of_keys_are_loaded_ahead_where_shared_memory_has_room_for_them():
-    hopper = DeviceProperties(num_sms=132, shared_bytes=SHARED_BYTES, fp8=True)
+    hopper = DeviceProperties(num_sms=132, shared_bytes=SHARED_BYTES, fp8=True, dependent_launch=True)
     assert [kernel.choose_stages(128, 64, columns, False, hopper) for columns in (256 + 64, 256 + 128)] == [5, 2]
     assert kernel.choose_stages(128, 64, 256 + 64, True, hopper) == 2
     assert kernel.choose_stages(16, 32, 512 + 64, False, hopper) == 2

@@ -15,7 +15,11 @@ from tests.train.strategy.faulty_rank import start_and_restart
 from tests.worlds import begin_ranks
 
 FAULTY = Path(__file__).with_name("faulty_rank.py")
-OPTIONS = [f"--model.{name.replace('_', '-')}={value}" for name, value in vars(MICRO).items() if type(value) is int]
+OPTIONS = [
+    f"--model.{name.replace('_', '-')}={value}"
+    for name, value in vars(MICRO).items()
+    if type(value) is int and not name.endswith("token_id")  # which are those of the tokenizer
+]
 OPTIONS += ["--recipe=float32", "--batch-size=4", "--sequence-length=32", "--val-sequences=4", "--device=cpu"]
 OPTIONS += ["--optim.lr=3e-3", "--optim.warmup=0", "--optim.decay=0", "--validate-every=4", "--checkpoint-every=2"]
 OPTIONS += ["--steps=4", "--parallel.dp=2"]
