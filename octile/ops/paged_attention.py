@@ -246,11 +246,10 @@ def _(out, x, w):
 @heads_nt_out.register_kernel("cuda")
 def _(out, x, w):
     _check_out(out, x, w)
-    if _has_few_rows(x):
+    if has_product_kernel(out, x, w):
         from octile.kernels.triton import heads as kernel  # late: a machine without a GPU has no Triton
 
-        if kernel.why_no_product(out, x, w) is None:
-            return kernel.launch_out(out, x, w)
+        return kernel.launch_out(out, x, w)
     return heads_nt_out.reference(out, x, w)
 
 
@@ -289,6 +288,15 @@ def _(x, w, power_of_2):
         if kernel.why_not_quantized(x, w) is None:
             return kernel.launch_quantized(x, w, power_of_2)
     return heads_nt_quantize.reference(x, w, power_of_2)
+
+
+def has_product_kernel(out: Tensor, x: Tensor, w: Tensor) -> bool:
+    """Return whether octile's kernel computes a call of `heads_nt_out`, and not torch's."""
+    if not x.is_cuda or not _has_few_rows(x):
+        return False
+    from octile.kernels.triton import heads as kernel
+
+    return kernel.why_no_product(out, x, w) is None
 
 
 def _has_few_rows(x: Tensor) -> bool:

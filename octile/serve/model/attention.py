@@ -40,7 +40,7 @@ from octile.ops.attention import attention, ragged_attention
 from octile.ops.index_rows import index_rows, rotate_first
 from octile.ops.latent_cache import write_and_rotate
 from octile.ops.norm import rms_norm
-from octile.ops.paged_attention import paged_attention
+from octile.ops.paged_attention import has_product_kernel, paged_attention
 from octile.ops.rope import latent_keys, rotate_
 from octile.ops.row_invariant import row_invariant_matmul_nt
 from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention
@@ -270,9 +270,11 @@ class Attention:
             latent_TC, weight = rms_norm(latent_TC, weight, NORM_EPS)[0], None
         rows = self.cache.layers[layer], step.slots, latent_TC, rope_TR
         write_and_rotate(*rows, weight, NORM_EPS, *cos_sin, q_THX, q_THW)
-        self.gemms.heads_nt(q_THX[..., : c.qk_nope_head_dim], w.attention.w_k, q_THW[..., : c.kv_lora_rank])
+        q_THC, q_THN, w_k = q_THW[..., : c.kv_lora_rank], q_THX[..., : c.qk_nope_head_dim], w.attention.w_k
+        self.gemms.heads_nt(q_THN, w_k, q_THC)
         if not self.gemms.batch_invariant:
-            with only_activations_are_new() if q_THW.is_cuda else nullcontext():  # latents were written before queries
+            # latents were written one kernel earlier, for which octile's product has waited before attention starts
+            with only_activations_are_new() if has_product_kernel(q_THC, q_THN, w_k) else nullcontext():
                 o_THC = self._latents_of_pages(q_THW, self._top_k_of_pages(None, layer, step), layer, step)
             return self.gemms.heads_rows(o_THC, w.attention.w_v, w.attention.o)
         out_TV = q_THX.new_empty(len(q_THX), self.n_heads * c.v_head_dim)
