@@ -1,4 +1,4 @@
-"""How far 8 bits turn a step away from FP32's, with Muon and with AdamW.
+"""How far a step in 8 bits is from FP32's, with Muon and with AdamW.
 
     python experiments/loss/noise/directions.py STORE [STEPS [BATCHES]]
 
