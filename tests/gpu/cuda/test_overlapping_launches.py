@@ -1,5 +1,7 @@
 """Kernels that start before the previous one of the stream has ended compute the bits of those that do not."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -28,6 +30,17 @@ def multiply(x: Quantized, w: Quantized, offs: Tensor | None = None) -> Tensor:
     if offs is None:
         return matmul_nt(*operands, torch.bfloat16)
     return grouped_matmul_nt(*operands, offs, torch.bfloat16)
+
+
+def captured(compute: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """Capture a computation whose kernels may start early."""
+    graph = torch.cuda.CUDAGraph()
+    with overlapping_launches():
+        compute()  # compiles the kernels
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            compute()
+    return graph
 
 
 class Layer:
@@ -60,17 +73,13 @@ class Layer:
 def test_layers_in_a_graph_have_the_bits_of_those_that_are_launched_one_by_one(rows: int):
     layers = [Layer() for _ in range(4)]
     x, chosen = torch.zeros(rows, D, device="cuda").bfloat16(), torch.zeros(rows, K, dtype=torch.int64, device="cuda")
-    shares, graph = torch.zeros(rows, K, device="cuda"), torch.cuda.CUDAGraph()
+    shares = torch.zeros(rows, K, device="cuda")
 
     def compute() -> None:
         for layer in layers:
             layer.add(x, chosen, shares)
 
-    with overlapping_launches():
-        compute()  # compiles the kernels
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            compute()
+    graph = captured(compute)
     for _ in range(20):
         first, experts = torch.randn(rows, D).bfloat16(), torch.rand(rows, E).topk(K).indices
         weights = torch.rand(rows, K)
@@ -115,7 +124,7 @@ class Attention:
 
 @pytest.mark.parametrize("rows", [9, 32, 256])
 def test_attention_in_a_graph_reads_pages_as_one_that_waits_does(rows: int):
-    layers, graph = [Attention(rows) for _ in range(4)], torch.cuda.CUDAGraph()
+    layers = [Attention(rows) for _ in range(4)]
     x = torch.zeros(rows, D, device="cuda").bfloat16()
     positions = torch.zeros(rows, dtype=torch.int64, device="cuda")
     cos_sin = torch.ones(rows, ROTARY // 2, device="cuda"), torch.zeros(rows, ROTARY // 2, device="cuda")
@@ -124,11 +133,7 @@ def test_attention_in_a_graph_reads_pages_as_one_that_waits_does(rows: int):
         for layer in layers:
             layer.add(x, positions, cos_sin)
 
-    with overlapping_launches():
-        compute()  # compiles the kernels
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            compute()
+    graph = captured(compute)
     for _ in range(20):
         first = torch.randn(rows, D, device="cuda").bfloat16()
         x.copy_(first)
