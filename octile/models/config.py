@@ -186,8 +186,7 @@ class ModelConfig:
     @property
     def special_tokens(self) -> tuple[int, ...]:
         """The numbers of the tokens that begin and end texts."""
-        eos = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
-        return tuple(token for token in (self.bos_token_id, *eos) if token is not None)
+        return (*tokens_of(self.bos_token_id), *tokens_of(self.eos_token_id))
 
     @property
     def qk_head_dim(self) -> int:
@@ -449,12 +448,19 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
 }
 
 
+def tokens_of(token_id: int | tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return the tokens of a `bos_token_id` or `eos_token_id`: one, several, or none."""
+    if token_id is None:
+        return ()
+    return token_id if isinstance(token_id, tuple) else (token_id,)
+
+
 def _check(c: ModelConfig) -> None:
     check_fields(c)
-    eos = c.eos_token_id if isinstance(c.eos_token_id, tuple) else (c.eos_token_id,)
-    for name, token in (("bos_token_id", c.bos_token_id), *(("eos_token_id", token) for token in eos)):
-        if token is not None and token >= c.vocab_size:
-            raise ValueError(f"{name} must be below vocab_size, {c.vocab_size}, not {quoted(token)}")
+    for name in ("bos_token_id", "eos_token_id"):
+        for token in tokens_of(getattr(c, name)):
+            if token >= c.vocab_size:
+                raise ValueError(f"{name} must be below vocab_size, {c.vocab_size}, not {quoted(token)}")
     if c.first_k_dense_replace > c.num_hidden_layers:
         raise ValueError(
             f"first_k_dense_replace {quoted(c.first_k_dense_replace)} exceeds the {c.num_hidden_layers} layers"

@@ -17,6 +17,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from octile.models.config import tokens_of
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.ops.latent_cache import PAGE
 from octile.parallel.gpu_events import wait_for
@@ -54,7 +55,6 @@ from octile.serve.runner.step import (
 )
 from octile.serve.runner.step_costs import StepCosts
 from octile.serve.runner.warm_up import SAMPLED, warm_up_batches
-from octile.serve.weights.generation_config import tokens_of
 from octile.serve.weights.live import LiveWeights
 from octile.serve.weights.replaceable import ReplaceableWeights
 from octile.serve.weights.routed_shared_experts import check_batch_invariant

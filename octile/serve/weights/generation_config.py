@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
+from octile.models.config import tokens_of
 from octile.serve.engine.request import Sampling
 from octile.validation import Range, check_fields, from_json, quoted, read_json
 
@@ -102,13 +103,6 @@ def read_generation_config(folder: Path, vocab_size: int) -> tuple[GenerationCon
             raise ValueError(f"{file}: eos_token_id must be below vocab_size, {vocab_size}, not {quoted(token)}")
     unused = _unused(config, values, known)
     return config, [f"{name if name.isidentifier() else quoted(name)} {quoted(value)}" for name, value in unused]
-
-
-def tokens_of(eos_token_id: int | tuple[int, ...] | None) -> tuple[int, ...]:
-    """The tokens of an `eos_token_id`: one, several, or none."""
-    if eos_token_id is None:
-        return ()
-    return eos_token_id if isinstance(eos_token_id, tuple) else (eos_token_id,)
 
 
 def _unused(config: GenerationConfig, values: Mapping[str, Any], known: set[str]) -> list[tuple[str, Any]]:
