@@ -41,9 +41,9 @@ class Options:
         peer: vllm: serve compares octile with vLLM instead, engines and servers, with the same weights and prompts.
         peer_python: the Python that imports the peer, this one if not given. vLLM pins a version of torch, so it
             commonly has an environment of its own.
-        peer_setting: a setting of vLLM; can be given several times. triton, deep_gemm and flashinfer are
-            its backends of experts; triton+rust and deep_gemm+rust add its HTTP front end in Rust. All that it can run
-            if not given.
+        peer_setting: a setting of vLLM; can be given several times, and is measured in that order. triton, deep_gemm
+            and flashinfer are its backends of experts; triton+rust and deep_gemm+rust add its HTTP front end in Rust;
+            triton+cutlass has CUTLASS's kernels for its dense layers. All that it can run if not given.
         part: engine or http, which a peer is compared in; both if not given.
         shapes: the shapes of gemm on a GPU: list (DeepSeek-V3's, and those of DeepGEMM's tests), or drawn (from the
             layers of 45 public models, with drawn numbers of tokens); both if not given.

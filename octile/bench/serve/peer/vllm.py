@@ -84,6 +84,7 @@ SETTINGS = (
     Setting("flashinfer", {"moe_backend": "flashinfer_cutlass"}, needs="flashinfer"),
     Setting("triton+rust", {"moe_backend": "triton"}, _RUST, "the Rust front end", is_http_only=True),
     Setting("deep_gemm+rust", {"moe_backend": "deep_gemm"}, _RUST, "the Rust front end", True, True),
+    Setting("triton+cutlass", {"moe_backend": "triton"}, {"VLLM_USE_DEEP_GEMM": "0"}, is_fp8_only=True),
 )
 
 
@@ -149,7 +150,7 @@ class Vllm:
         return f"vLLM {self.version}, {setting.name}"
 
     def choose_settings(self, names: Sequence[str], part: str | None = None) -> list[Setting]:
-        """Return the settings of these names, or all that this vLLM can run if there is none.
+        """Return the settings of these names, in their order, or all that this vLLM can run if there is none.
 
         Args:
             names: names of settings.
@@ -158,10 +159,10 @@ class Vllm:
         Raises:
             ValueError: there is no such setting, this vLLM lacks what it needs, or it differs in the other part only.
         """
-        if unknown := set(names) - {setting.name for setting in SETTINGS}:
-            known = ", ".join(setting.name for setting in SETTINGS)
-            raise ValueError(f"peer_setting must be one of {known}, not {min(unknown)}")
-        chosen = [setting for setting in SETTINGS if not names or setting.name in names]
+        by_name = {setting.name: setting for setting in SETTINGS}
+        if unknown := set(names) - set(by_name):
+            raise ValueError(f"peer_setting must be one of {', '.join(by_name)}, not {min(unknown)}")
+        chosen = [by_name[name] for name in dict.fromkeys(names or by_name)]
         for setting in chosen:
             if names and setting.needs and setting.needs not in self.packages:
                 raise ValueError(f"peer_setting {setting.name} needs {setting.needs}, which this vLLM lacks")

@@ -57,18 +57,19 @@ def names(settings) -> list[str]:
 
 
 def test_all_settings_that_it_can_run_are_measured():
-    assert names(Vllm(Path("python"), "0.26.0").choose_settings(())) == ["triton", "deep_gemm"]
+    assert names(Vllm(Path("python"), "0.26.0").choose_settings(())) == ["triton", "deep_gemm", "triton+cutlass"]
     assert names(Vllm(Path("python"), "0.26.0", ALL).choose_settings(())) == names(SETTINGS)
 
 
-def test_settings_can_be_chosen():
-    assert names(Vllm(Path("python"), "0.26.0").choose_settings(["deep_gemm"])) == ["deep_gemm"]
+def test_settings_can_be_chosen_in_an_order():
+    chosen = ["triton+cutlass", "deep_gemm"]
+    assert names(Vllm(Path("python"), "0.26.0").choose_settings(chosen)) == chosen
 
 
 @pytest.mark.parametrize(
     ("packages", "name", "why"),
     [
-        (ALL, "marlin", "must be one of triton, deep_gemm, flashinfer, triton\\+rust, deep_gemm\\+rust, not marlin"),
+        (ALL, "marlin", "must be one of triton, deep_gemm, flashinfer, .*triton\\+cutlass, not marlin"),
         ((), "flashinfer", "flashinfer needs flashinfer, which this vLLM lacks"),
         (ALL, "triton+rust", "triton\\+rust is one of the server, not of the engine"),
     ],
