@@ -4,9 +4,12 @@ import math
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from octile.ops.sample_tokens import ALL_MASKED, NOT_A_NUMBER, POSITIVE_INFINITY, sample_tokens
+from octile.serve.engine.request import Sampling
+from octile.serve.engine.sampler import Row, choose
 
 HOW = (  # top_k, top_p and min_p of a row
     (0, 1.0, 0.0), (50, 1.0, 0.0), (0, 0.95, 0.0), (20, 0.95, 0.0), (0, 1.0, 0.05), (0, 0.999, 1e-4), (1, 0.5, 0.0),
@@ -88,3 +91,14 @@ def test_a_cuda_graph_reads_anew_what_rows_ask_for():
             t.copy_(new)
         graph.replay()
         assert tokens.tolist() == sample_tokens(*given).tolist()
+
+
+def test_even_and_odd_numbers_of_rows_have_the_same_kernels(monkeypatch: pytest.MonkeyPatch):
+    """What rows ask for are rows of one tensor, which are aligned if their number is even."""
+    logits = torch.randn(3, 5000, device="cuda")
+    rows = [Row(Sampling(temperature=1.0, top_p=0.9, top_k=50), seed, 0) for seed in range(3)]
+    choose(logits[:2], rows[:2])
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **of: compiled.append(of["repr"]))
+    choose(logits, rows)
+    assert not compiled, compiled

@@ -26,6 +26,8 @@ from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton.device import device_properties
 from octile.kernels.triton.launch_config import EXACT, SAMPLE_TOKENS, SEARCH_OF_SAMPLE_TOKENS
 
+# arguments that are read one number at a time: rows of one tensor, aligned or not as the number of rows is even or odd
+OF_ROWS = ["seeds", "positions", "temperature", "top_k", "top_p", "min_p"]
 BINS = tl.constexpr(256)  # of weights up to 2**30: for each exponent 8, by the first 3 bits after the leading one
 
 
@@ -113,7 +115,7 @@ def row_maxima(
     tl.store(maxima + row * parts + tl.program_id(1), highest)
 
 
-@triton.jit(do_not_specialize=["part", "parts"])
+@triton.jit(do_not_specialize=["part", "parts"], do_not_specialize_on_alignment=OF_ROWS[2:])
 def count_weights(
     logits, maxima, temperature, top_k, top_p, min_p, temperature_step, top_k_step, top_p_step, min_p_step,
     counts, tally, vocabulary, row_step, part, parts,
@@ -141,7 +143,7 @@ def count_weights(
         tl.atomic_add(tally + row * 4, tl.sum(total, axis=0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["part", "parts"])
+@triton.jit(do_not_specialize=["part", "parts"], do_not_specialize_on_alignment=OF_ROWS[2:])
 def list_tokens(
     logits, maxima, temperature, top_k, top_p, min_p, temperature_step, top_k_step, top_p_step, min_p_step,
     counts, tally, keys, vocabulary, row_step, part, parts,
@@ -177,7 +179,7 @@ def list_tokens(
         tl.atomic_add(tally + row * 4 + 3, tl.sum(above, axis=0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=OF_ROWS[2:])
 def find_borders(
     maxima, temperature, top_k, top_p, min_p, temperature_step, top_k_step, top_p_step, min_p_step,
     counts, tally, keys, borders, vocabulary, parts,
@@ -211,7 +213,7 @@ def find_borders(
     tl.store(borders + row, border)
 
 
-@triton.jit(do_not_specialize=["part", "parts"])
+@triton.jit(do_not_specialize=["part", "parts"], do_not_specialize_on_alignment=OF_ROWS[:3])
 def best_of_parts(
     logits, maxima, seeds, positions, temperature, seed_step, position_step, temperature_step, borders, best,
     tokens, vocabulary, row_step, part, parts,
