@@ -187,8 +187,9 @@ def test_no_kernel_is_compiled_after_the_start(fp8: bool, max_batch: int, monkey
     runner = ModelRunner(model, N_PAGES, max_batch=max_batch, n_drafts=1, max_step_tokens=300)
     loaded, compiled = [*specialize._loaded], []
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **of: compiled.append(of["repr"]))
-    texts = Texts(runner, [text(400, i, config.vocab_size) for i in range(3)])
-    for sizes in ((100, 30, 0), (1, 1, 150), (3, 0, 0), (1, 1, 1), (0, 2, 3), (2, 4, 1), (30, 1, 0)):
+    texts = Texts(runner, [text(1100, i, config.vocab_size) for i in range(3)])
+    few = (100, 30, 0), (1, 1, 150), (3, 0, 0), (1, 1, 1), (0, 2, 3), (2, 4, 1), (30, 1, 0)
+    for sizes in (*few, (300, 0, 0), (300, 0, 0), (300, 0, 0)):
         texts.draft(*sizes)
     assert not compiled, compiled
     assert [*specialize._loaded] == loaded

@@ -3,6 +3,8 @@
     prompts      of all numbers of rows that graphs have, next to a row that decodes: they begin, or continue
     rows         that decode alone, or next to a prompt, of powers of two: attention and the choice of tokens have other
                  kernels for more rows, and outside of graphs
+    positions    that a chunk in the middle of its text reads, of all numbers that their GEMM has: outside of graphs,
+                 where kernels do not overlap, it has others than in them
     long texts   of both, with more positions than `index_topk`
 
 All chunks name page 0 for all their positions: what computes them writes nothing to it.
@@ -17,8 +19,9 @@ from itertools import cycle, islice
 from octile.ops.latent_cache import PAGE
 from octile.serve.engine.request import Sampling
 from octile.serve.engine.sampler import Row
+from octile.serve.model.attention import GEMM_ROWS
 from octile.serve.runner.batch import Batch, Chunk
-from octile.serve.runner.graphs import MAX_ROWS, graph_rows, graph_sizes
+from octile.serve.runner.graphs import FILL_ROWS, MAX_ROWS, graph_rows, graph_sizes
 
 SAMPLED = Row(Sampling(temperature=1.0, top_p=0.9, top_k=50), 0, 0)  # which takes the most kernels
 
@@ -53,6 +56,9 @@ def warm_up_batches(
     decoding = graph_sizes(max_decode_rows) if max_decode_rows else []
     for start in (0, n):
         yield from (prompts(start, rows) for rows in sizes)
+    if size := min(n, max_step_tokens):
+        read = range(FILL_ROWS, min(GEMM_ROWS, max_position) + 1, FILL_ROWS)
+        yield from (Batch([chunk(positions - size, size, 1)]) for positions in read)
     yield from (Batch([chunk(n, 1, 1)] * rows) for rows in decoding)
     together = [rows for rows in decoding if 1 < rows <= max_step_tokens - n]
     yield from (Batch([*[chunk(n, 1, 1)] * rows, chunk(0, n, 1)]) for rows in together)

@@ -8,23 +8,26 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
+from octile.ops.latent_cache import PAGE
 from octile.parallel import decoding, experts, symmetric_memory
 from octile.parallel.ranks import world
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import Sampling
 from octile.serve.model import attention, feed_forward, forward, gemms, top_k_keys
+from octile.serve.model.attention import GEMM_ROWS
 from octile.serve.ranks.engine import ExpertParallelEngine
 from octile.serve.ranks.experts import ExpertParallelWeights
 from octile.serve.ranks.tensor_parallel import ALONE, TensorParallel
 from octile.serve.runner import graphs, model_runner
-from octile.serve.runner.graphs import PrefillGraphs
+from octile.serve.runner.graphs import FILL_ROWS, PrefillGraphs
 from octile.serve.runner.model_runner import ModelRunner
-from octile.serve.runner.step import Layout
+from octile.serve.runner.step import Layout, mixed_step
 from octile.serve.runner.warm_up import warm_up_batches
 from octile.serve.weights.weights import ServedWeights
 from tests.serve.models import EXCHANGED_ROWS, exchanges_on_cpu, new_model, text
@@ -42,13 +45,13 @@ STEP_TOKENS = 40  # of a step at most: a prompt of 30 or more begins in one step
 
 @pytest.mark.parametrize("max_position", [2, 17, 64, 512])
 @pytest.mark.parametrize("max_step_tokens", [0, 1, 24, 300, 9000])
-def test_batches_fit_into_a_step_and_into_one_page(max_position: int, max_step_tokens: int):
+def test_batches_fit_into_a_step_and_name_one_page(max_position: int, max_step_tokens: int):
     sizes = set[int]()
     for batch in warm_up_batches(max_step_tokens, 6, max_position, 50, None):
         sizes.add(sum(len(chunk.tokens) for chunk in batch.chunks))
         for chunk in batch.chunks:
             assert 0 < len(chunk.tokens) <= max_position - chunk.start
-            assert [*chunk.pages] == [0]
+            assert [*chunk.pages] == [0] * -(-(chunk.start + len(chunk.tokens)) // PAGE)
             assert set(chunk.tokens) <= set(range(50))
     prompts = {1} if max_step_tokens == 1 else {min(256, max_step_tokens), max_step_tokens} - {0}
     assert prompts | {1, 2, 4, 6} <= sizes
@@ -57,8 +60,14 @@ def test_batches_fit_into_a_step_and_into_one_page(max_position: int, max_step_t
 
 def test_prompts_are_computed_next_to_as_many_rows_as_decode_at_once():
     batches = [batch.chunks for batch in warm_up_batches(300, 100, 512, 50, None)]
-    mixed = [chunks for chunks in batches if len(chunks[-1].tokens) > 1 and len(chunks[-2].tokens) == 1]
+    mixed = [chunks for chunks in batches if len(chunks) > 1 and len(chunks[-1].tokens) > 1 == len(chunks[-2].tokens)]
     assert {2, 4, 8, 16, 32, 64, 100} <= {len(chunks) - 1 for chunks in mixed}
+
+
+def test_chunks_read_all_numbers_of_positions_that_gemms_outside_of_graphs_have():
+    layouts = (Layout.of(batch.chunks, False, False) for batch in warm_up_batches(300, 6, 4096, 50, None))
+    steps = [mixed_step(layout, 1, torch.device("cpu"), None, False, FILL_ROWS) for layout in layouts]
+    assert {*range(FILL_ROWS, GEMM_ROWS + 1, FILL_ROWS)} <= {p.n_read for step in steps for p in step.prefills}
 
 
 def test_texts_of_one_position_have_no_batches():
