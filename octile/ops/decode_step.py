@@ -31,7 +31,7 @@ FIELDS, DRAFTS, TEMPERATURE = 9, 5, 6
 NO_DRAFT = min(NO_TOKEN) - 1  # nothing that a row chooses equals it
 
 
-@operator(writes=("parity",))
+@operator(writes=("parity",), pinned=("host",))
 def continued_tokens(
     host: Tensor, parity: Tensor, last: Tensor, advance: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -164,7 +164,7 @@ def _(chosen, tokens, first):
     return kernel.launch_accepted(chosen, tokens, first)
 
 
-@operator(writes=("parity", "last", "advance", "results"))
+@operator(writes=("parity", "last", "advance", "results"), pinned=("results",))
 def record_choices(
     chosen: Tensor, tokens: Tensor, drafts: Tensor, parity: Tensor, last: Tensor, advance: Tensor, results: Tensor
 ) -> None:

@@ -45,9 +45,14 @@ LIBRARIES: dict[str, torch.library.Library] = {}  # by operator; dropping a libr
 OPERATORS: "dict[torch._ops.OpOverload, Operator]" = {}
 
 
-def operator(*, writes: tuple[str, ...] = ()) -> Callable[[Function], "Operator"]:
-    """Decorate an operator's reference, whose arguments are annotated; `writes` names the arguments that it writes."""
-    return functools.partial(Operator, writes=writes)
+def operator(*, writes: tuple[str, ...] = (), pinned: tuple[str, ...] = ()) -> Callable[[Function], "Operator"]:
+    """Decorate an operator's reference, whose arguments are annotated.
+
+    Args:
+        writes: names of the arguments that it writes.
+        pinned: names of the tensors that may lie in the host's pinned memory where the others lie on a GPU.
+    """
+    return functools.partial(Operator, writes=writes, pinned=pinned)
 
 
 class Operator:
@@ -57,9 +62,9 @@ class Operator:
     argument requires a gradient. `overload` is for torch's own functions, such as `torch.library.opcheck`.
     """
 
-    def __init__(self, reference: Function, writes: tuple[str, ...]) -> None:
+    def __init__(self, reference: Function, writes: tuple[str, ...], pinned: tuple[str, ...]) -> None:
         functools.update_wrapper(self, reference)
-        self.name, self.reference, self.writes = reference.__name__, reference, writes
+        self.name, self.reference, self.writes, self.pinned = reference.__name__, reference, writes, pinned
         self.kernels: dict[str, Function] = {}  # by device
         self.fake: Function | None = None
         self._cuda_entry: Function | None = None
@@ -123,11 +128,18 @@ class Operator:
         return True
 
     def register_fake(self, function: Function) -> Function:
-        """Decorate the fake: it returns empty tensors with the shapes, dtypes and strides of the results."""
+        """Decorate the fake: it returns empty tensors with the shapes, dtypes and strides of the results.
+
+        For a tensor in `pinned` it accepts any memory of the host: a fake tensor does not know whether it is pinned.
+        """
 
         def on_one_device(*args: Any) -> Any:
             # torch also calls a fake if only one tensor is on meta; its result would be on the others' device
-            devices = [(name, args[i].device) for i, name, _ in self._tensors if i < len(args) and args[i] is not None]
+            devices = [
+                (name, args[i].device)
+                for i, name, _ in self._tensors
+                if i < len(args) and args[i] is not None and not (name in self.pinned and args[i].is_cpu)
+            ]
             for i in self._list_indices:
                 name = self.overload._schema.arguments[i].name
                 devices += [(f"{name}[{j}]", t.device) for j, t in enumerate(args[i])]

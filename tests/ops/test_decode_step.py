@@ -1,7 +1,10 @@
 """Numbers of decode steps: tokens that follow others, rows of texts, and what a step leaves."""
 
+from operator import attrgetter
+
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from octile.ops.decode_step import (
     DRAFTS,
@@ -12,6 +15,7 @@ from octile.ops.decode_step import (
     record_choices,
     text_rows,
 )
+from octile.ops.operator import Operator
 from tests.ops.operators import assert_well_formed
 
 
@@ -112,6 +116,34 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_operators_are_well_formed(name: str):
     assert_well_formed(*CALLS[name]())
+
+
+HOST_ARGUMENTS = {"continued tokens": 0, "choices": 6}
+
+
+def on_devices(name: str, device: str, host_device: str) -> tuple[Operator, list[torch.Tensor]]:
+    """An operator, and its arguments, of which the one that may be in pinned memory is on another device."""
+    operator, arguments = CALLS[name]()
+    return operator, [t.to(host_device if i == HOST_ARGUMENTS[name] else device) for i, t in enumerate(arguments)]
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "meta"])
+@pytest.mark.parametrize("name", HOST_ARGUMENTS)
+def test_fakes_accept_memory_of_the_host_and_return_tensors_on_the_others_device(name: str, device: str):
+    with FakeTensorMode():
+        operator, arguments = on_devices(name, device, "cpu")
+        results = operator(*arguments) or ()
+    expected = operator(*CALLS[name]()[1]) or ()
+    layout = attrgetter("shape", "dtype")
+    assert [(*layout(t), str(t.device)) for t in results] == [(*layout(t), device) for t in expected]
+
+
+@pytest.mark.parametrize("name", HOST_ARGUMENTS)
+def test_fakes_refuse_memory_of_another_gpu(name: str):
+    with FakeTensorMode():
+        operator, arguments = on_devices(name, "cuda:0", "cuda:1")
+        with pytest.raises(ValueError, match=r"is on cuda:[01] but .* on cuda:[01]"):
+            operator(*arguments)
 
 
 def test_numbers_that_do_not_fit_are_refused():
