@@ -141,7 +141,7 @@ def test_results_stay_where_later_steps_have_been_launched(model, n_drafts):
         runner, pages = ModelRunner(model, 16, max_batch=2, n_drafts=n_drafts), array("i", [0, 1])
         request, steps = DecodeRequest(-1, 0, 90, 0, 0, 0, 0.0, 1.0, 0.0, [5], pages), []
         for n in range(6):
-            steps.append(runner.decode([request], n_drafts))
+            steps.append(runner.decode([request], n_drafts, log_probs=not n_drafts))
             if waits_at_once:
                 steps[-1].wait()
             request = request._replace(source=0, position=n, tokens=[])

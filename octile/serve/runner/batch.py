@@ -144,7 +144,7 @@ class DecodedTokens:
         ]
 
     def release_buffer(self, timeout: float) -> None:
-        """Wait for the step, and copy its results: a later step writes its own to the same buffer.
+        """Wait for the step, and copy its results: a later step writes the same buffers, and records the same event.
 
         Args:
             timeout: seconds after which it waits no longer.
@@ -153,7 +153,9 @@ class DecodedTokens:
             TimeoutError: as in `wait`.
         """
         self._wait_for_step(timeout)
-        self._results = self._results.clone()
+        self._results, self._ready = self._results.clone(), None
+        if self._log_probs is not None:
+            self._log_probs = self._log_probs.clone()
 
     def _wait_for_step(self, timeout: float) -> None:
         if self._ready is not None:

@@ -10,7 +10,8 @@ log-probabilities of the chosen tokens, too.
     tokens of the step before → forward pass → sampling → accepted drafts → multi-token prediction → drafts
 
 Kernels read a step's numbers from the host's memory, and write its results there. Of both there are two buffers, which
-steps use in turn: the host writes the numbers of the next step while this one is computed.
+steps use in turn: the host writes the numbers of the next step while this one is computed. Log-probabilities are copied
+to two buffers, too. No memory and no event is made for a step, so that nothing fails between its launch and its event.
 
 Rows of drafts that are not accepted write latents at positions that later steps write again, and no row attends to
 positions after its own. Rows beyond the drafts of a request are padding. A step that makes no drafts, where others do,
@@ -72,6 +73,7 @@ class DecodeLoop:
         self._host = torch.zeros(2, numbers, max_requests, dtype=torch.int64, pin_memory=self._on_gpu)
         self._results = torch.zeros(2, results, dtype=torch.int64, pin_memory=self._on_gpu)
         self._fields = self._host.numpy()
+        self._host_log_probs = torch.zeros(2, max_requests, dtype=torch.float32, pin_memory=self._on_gpu)
         self._launched: list[DecodedTokens | None] = [None, None]  # the last steps, by the buffers that they use
         self._n_steps = 0
         weakref.finalize(self, _outlive_steps, self._launched, self._host, self._results).atexit = False
@@ -84,7 +86,11 @@ class DecodeLoop:
         self._parity = torch.zeros(2, dtype=torch.int64, device=device)
         self._log_probs = torch.zeros(max_requests, dtype=torch.float32, device=device)
         if memory is not None:
-            self._pages_copied = torch.cuda.Event()
+            stream = torch.cuda.current_stream(device)
+            events = [torch.cuda.Event() for _ in range(3)]
+            for event in events:
+                event.record(stream)  # CUDA's event is made here, not in a step
+            self._pages_copied, *self._computed = events
             is_sparse = (False, True) if forward.attention.index is not None else (False,)
             has_log_probs = (False,) if n_drafts else (False, True)
             counts = range(n_drafts, -1, -1)  # the largest first: others use its memory again
@@ -122,31 +128,34 @@ class DecodeLoop:
             raise ValueError(f"n_drafts must be from 0 to {self.n_drafts}, the runner's, not {n_drafts}")
         size = next(size for size in self.sizes if size >= max(len(requests), at_least))
         buffer = self._n_steps % 2
-        if (launched := self._launched[buffer]) is not None:
-            launched.release_buffer(timeout)
+        if (before := self._launched[buffer]) is not None:
+            before.release_buffer(timeout)
+        ready, stream = None, None
         if self._on_gpu:
             wait_for(self._pages_copied, timeout)
+            ready, stream = self._computed[buffer], torch.cuda.current_stream(self._pages.device)  # of the model's GPU
+        n = len(requests)
+        chosen_log_probs = self._host_log_probs[buffer, :n] if log_probs else None
+        results = self._results_of(n, n_drafts)[buffer]
+        decoded = DecodedTokens(results, ready, n_drafts, timeout, chosen_log_probs)
+        longest = max((self._reach(request, n_drafts) for request in requests), default=0)
+        is_sparse = self.forward.attention.is_sparse(longest)
         first, end = self._fill(requests, size, self._fields[buffer])
         if first < end:
             self._pages[first:end].copy_(self._table.host[first:end], non_blocking=True)
-        longest = max((self._reach(request, n_drafts) for request in requests), default=0)
-        is_sparse = self.forward.attention.is_sparse(longest)
-        ready = None
-        if self._on_gpu:
-            stream = torch.cuda.current_stream(self._pages.device)  # of the model's GPU
-            if first < end:
+            if self._on_gpu:
                 self._pages_copied.record(stream)
+        if self._on_gpu:
             replay, _ = self._graphs[n_drafts, is_sparse, log_probs][size]
             replay()
         else:
             self._step(n_drafts, is_sparse, log_probs, size)
         self._n_steps += 1
-        chosen_log_probs = _copy_to_host(self._log_probs[: len(requests)]) if log_probs else None
-        if self._on_gpu:
-            ready = torch.cuda.Event()
+        if chosen_log_probs is not None:
+            chosen_log_probs.copy_(self._log_probs[:n], non_blocking=True)
+        if ready is not None:
             ready.record(stream)
-        results = self._results_of(len(requests), n_drafts)[buffer]
-        self._launched[buffer] = decoded = DecodedTokens(results, ready, n_drafts, timeout, chosen_log_probs)
+        self._launched[buffer] = decoded
         return decoded
 
     def _fill(self, requests: Sequence[DecodeRequest], size: int, fields: np.ndarray) -> tuple[int, int]:
@@ -222,8 +231,3 @@ def _outlive_steps(launched: Sequence[DecodedTokens | None], *buffers: Tensor) -
     """Hold memory that steps still read and write: its allocator does not know of them."""
     if any(step is not None and not step.is_computed for step in launched):
         _unfinished.append(buffers)
-
-
-def _copy_to_host(t: Tensor) -> Tensor:
-    """Copy a tensor to memory of its own; the host does not wait for a GPU."""
-    return torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda).copy_(t, non_blocking=True)

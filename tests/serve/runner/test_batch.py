@@ -1,10 +1,12 @@
-"""Tests of the check of a batch before a step."""
+"""Tests of the check of a batch before a step, and of a decode step's results."""
 
 from array import array
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from octile.serve.runner.batch import Batch, Chunk
+from octile.serve.runner.batch import Batch, Chunk, Decoded, DecodedTokens
 from octile.serve.runner.step import BatchCheck
 
 N_PAGES = 40
@@ -52,3 +54,15 @@ def test_pages_that_change_between_steps_are_checked_again(check: BatchCheck):
     pages[1] = N_PAGES
     with pytest.raises(ValueError, match=r"chunk 0 must have pages from 0 to 39, not \[0, 40\]"):
         check(Batch([chunk(pages=pages)]))
+
+
+def test_results_stay_when_a_later_step_writes_the_buffers_and_has_not_come_to_the_event():
+    results, log_probs = torch.tensor([[3, 0]]), torch.tensor([-0.5])
+    event = SimpleNamespace(is_reached=True, synchronize=lambda: None)
+    event.query = lambda: event.is_reached
+    decoded = DecodedTokens(results, event, 0, timeout=0.01, log_probs=log_probs)
+    decoded.release_buffer(timeout=0.01)
+    results.fill_(9), log_probs.fill_(9)
+    event.is_reached = False
+    assert decoded.is_computed
+    assert decoded.wait() == [Decoded([3], 0, [], -0.5)]

@@ -2,6 +2,7 @@
 
 from array import array
 from dataclasses import replace
+from functools import partial
 from operator import ne
 from types import SimpleNamespace
 
@@ -254,3 +255,62 @@ def test_a_gpu_that_waits_for_another_rank_is_not_waited_for_forever():
     decoded = DecodedTokens(torch.zeros(1, 2), SimpleNamespace(query=lambda: False), 0, timeout=0.01)
     with pytest.raises(TimeoutError, match=r"timed out after 0\.01 s"):
         decoded.wait()
+
+
+class Event:
+    """A stand-in for CUDA's events, to which a busy GPU has not come."""
+
+    def __init__(self, gpu):
+        self.gpu, self.is_recorded = gpu, False
+        gpu.events.append(self)
+
+    def record(self, stream):
+        self.is_recorded = True
+
+    def query(self):
+        return not self.gpu.is_busy
+
+    def synchronize(self):
+        pass
+
+
+class Graphs:
+    """A stand-in for the memory of CUDA graphs: a graph computes its step at once."""
+
+    def capture_sizes(self, sizes, step):
+        return {size: (partial(step, size), None) for size in sizes}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A stand-in for a GPU: whether it is busy, and its events."""
+    found, zeros = SimpleNamespace(is_busy=False, events=[]), torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *sides, pin_memory=False, **kind: zeros(*sides, **kind))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", partial(Event, found))
+    return found
+
+
+@pytest.fixture(scope="module")
+def forward():
+    return ModelRunner(new_model(fp8=False), N_PAGES).forward
+
+
+def new_loop(forward):
+    return DecodeLoop(forward, 2, 4, 0, Graphs())
+
+
+def test_a_step_makes_no_event_and_no_memory_of_the_host(gpu, forward, monkeypatch):
+    loop = new_loop(forward)
+    assert all(event.is_recorded for event in gpu.events)  # torch makes CUDA's event when it is recorded first
+
+    def fail(*_, **__):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch.cuda, "Event", fail)
+    empty = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *sides, **kind: fail() if "pin_memory" in kind else empty(*sides, **kind)
+    )
+    steps = [loop.run([request(0, [5])], 0, log_probs=True) for _ in range(3)]
+    assert len({step.wait()[0].log_prob for step in steps}) == 1
