@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 
@@ -40,7 +41,20 @@ from octile.serve.runner.batch import DecodedTokens, DecodeRequest
 from octile.serve.runner.graphs import GraphMemory, graph_sizes
 from octile.serve.runner.step import BLOCK_ROWS, PageTable, Step
 
-_unfinished: list[object] = []  # memory of loops that ended before the steps that write it
+
+@dataclass(eq=False)
+class _LaunchedSteps:
+    """The last steps of a loop, by the buffer that they use, and all buffers."""
+
+    buffers: tuple[Tensor, ...]
+    steps: list[DecodedTokens | None] = field(default_factory=lambda: [None, None])
+
+    @property
+    def are_computed(self) -> bool:
+        return all(step is None or step.is_computed for step in self.steps)
+
+
+_unfinished: set[_LaunchedSteps] = set()  # whose loops have ended
 
 
 class DecodeLoop:
@@ -60,6 +74,7 @@ class DecodeLoop:
     def __init__(
         self, forward: Forward, max_requests: int, max_pages: int, n_drafts: int, memory: GraphMemory | None = None
     ):
+        _drop_computed()
         self.forward, self.n_drafts = forward, n_drafts
         device = forward.weights.device
         self._on_gpu = memory is not None
@@ -74,9 +89,9 @@ class DecodeLoop:
         self._results = torch.zeros(2, results, dtype=torch.int64, pin_memory=self._on_gpu)
         self._fields = self._host.numpy()
         self._host_log_probs = torch.zeros(2, max_requests, dtype=torch.float32, pin_memory=self._on_gpu)
-        self._launched: list[DecodedTokens | None] = [None, None]  # the last steps, by the buffers that they use
-        self._n_steps = 0
-        weakref.finalize(self, _outlive_steps, self._launched, self._host, self._results).atexit = False
+        self._launched, self._n_steps = _LaunchedSteps((self._host, self._results)), 0
+        # not at exit: nothing else gets the memory then, and no event can be looked at
+        weakref.finalize(self, _outlive_steps, self._launched).atexit = False
         self._table = PageTable(max_requests, max_pages, pinned=self._on_gpu)
         self._pages = torch.zeros(max_requests, max_pages, dtype=torch.int32, device=device)
         # what a step leaves to the next one: the last token and its drafts, how many positions it has advanced, and
@@ -95,11 +110,15 @@ class DecodeLoop:
             has_log_probs = (False,) if n_drafts else (False, True)
             counts = range(n_drafts, -1, -1)  # the largest first: others use its memory again
             # the texts have no positions
-            self._graphs = {
-                way: memory.capture_sizes(self.sizes, partial(self._step, *way))
-                for way in product(counts, is_sparse, has_log_probs)
-            }
-            self._parity.zero_()  # each capture has computed a step
+            try:
+                self._graphs = {
+                    way: memory.capture_sizes(self.sizes, partial(self._step, *way))
+                    for way in product(counts, is_sparse, has_log_probs)
+                }
+            finally:  # each capture has computed a step, which the buffers must outlast, also after an error
+                self._computed[0].record(stream)
+                self._launched.steps[0] = DecodedTokens(self._results[0], self._computed[0], 0)
+            self._parity.zero_()
 
     def run(
         self,
@@ -128,7 +147,7 @@ class DecodeLoop:
             raise ValueError(f"n_drafts must be from 0 to {self.n_drafts}, the runner's, not {n_drafts}")
         size = next(size for size in self.sizes if size >= max(len(requests), at_least))
         buffer = self._n_steps % 2
-        if (before := self._launched[buffer]) is not None:
+        if (before := self._launched.steps[buffer]) is not None:
             before.release_buffer(timeout)
         ready, stream = None, None
         if self._on_gpu:
@@ -155,7 +174,7 @@ class DecodeLoop:
             chosen_log_probs.copy_(self._log_probs[:n], non_blocking=True)
         if ready is not None:
             ready.record(stream)
-        self._launched[buffer] = decoded
+        self._launched.steps[buffer] = decoded
         return decoded
 
     def _fill(self, requests: Sequence[DecodeRequest], size: int, fields: np.ndarray) -> tuple[int, int]:
@@ -227,7 +246,12 @@ def _how_to_sample(numbers: Tensor, positions: Tensor, temperature: Tensor) -> t
     return numbers[3], positions, temperature, numbers[4], top_p, min_p
 
 
-def _outlive_steps(launched: Sequence[DecodedTokens | None], *buffers: Tensor) -> None:
+def _outlive_steps(launched: _LaunchedSteps) -> None:
     """Hold memory that steps still read and write: its allocator does not know of them."""
-    if any(step is not None and not step.is_computed for step in launched):
-        _unfinished.append(buffers)
+    _unfinished.add(launched)
+    _drop_computed()
+
+
+def _drop_computed() -> None:
+    """Drop the buffers of ended loops whose steps are computed."""
+    _unfinished.difference_update([launched for launched in tuple(_unfinished) if launched.are_computed])

@@ -1,5 +1,9 @@
 """Tests of decode steps that continue each other: what they choose is what passes read by the host choose."""
 
+import gc
+import subprocess
+import sys
+import weakref
 from array import array
 from dataclasses import replace
 from functools import partial
@@ -275,9 +279,16 @@ class Event:
 
 
 class Graphs:
-    """A stand-in for the memory of CUDA graphs: a graph computes its step at once."""
+    """A stand-in for the memory of CUDA graphs: a graph computes its step at once, and after an error there is none."""
+
+    def __init__(self, error=None):
+        self.error = error
 
     def capture_sizes(self, sizes, step):
+        for size in sizes:
+            step(size)
+            if self.error is not None:
+                raise self.error
         return {size: (partial(step, size), None) for size in sizes}
 
 
@@ -288,7 +299,9 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch, "zeros", lambda *sides, pin_memory=False, **kind: zeros(*sides, **kind))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Event", partial(Event, found))
-    return found
+    yield found
+    found.is_busy = False
+    decode_loop._drop_computed()
 
 
 @pytest.fixture(scope="module")
@@ -296,8 +309,69 @@ def forward():
     return ModelRunner(new_model(fp8=False), N_PAGES).forward
 
 
-def new_loop(forward):
-    return DecodeLoop(forward, 2, 4, 0, Graphs())
+def new_loop(forward, error=None):
+    return DecodeLoop(forward, 2, 4, 0, Graphs(error))
+
+
+def end_of_launched_loop(forward):
+    """Launch two steps, end their loop, and return weak references to the buffers that the steps use."""
+    loop = new_loop(forward)
+    for _ in range(2):
+        loop.run([request(0, [5])], 0)
+    buffers = [weakref.ref(buffer) for buffer in (loop._host, loop._results)]
+    del loop
+    gc.collect()  # graphs of the stand-in refer to their loop
+    return buffers
+
+
+def are_held(buffers):
+    gc.collect()
+    found = {buffer() is not None for buffer in buffers}
+    assert len(found) == 1
+    return found.pop()
+
+
+def test_no_buffer_of_an_ended_loop_is_held_if_its_steps_are_computed(gpu, forward):
+    assert not are_held(end_of_launched_loop(forward))
+
+
+def test_buffers_of_an_ended_loop_are_held_until_another_one_starts_after_its_steps(gpu, forward):
+    gpu.is_busy = True
+    buffers = end_of_launched_loop(forward)
+    loops = [new_loop(forward)]
+    assert are_held(buffers)
+    gpu.is_busy = False
+    assert are_held(buffers)
+    loops.append(new_loop(forward))
+    assert not are_held(buffers)
+
+
+def test_buffers_of_an_ended_loop_are_held_until_another_one_ends_after_its_steps(gpu, forward):
+    gpu.is_busy = True
+    loop = new_loop(forward)
+    buffers = end_of_launched_loop(forward)
+    gpu.is_busy = False
+    assert are_held(buffers)
+    del loop
+    assert not are_held(buffers)
+
+
+def test_buffers_outlast_the_steps_before_a_capture_that_fails(gpu, forward, monkeypatch):
+    found, finalize = [], weakref.finalize
+
+    def observed(loop, *arguments):
+        found.extend(weakref.ref(buffer) for buffer in (loop._host, loop._results))
+        return finalize(loop, *arguments)
+
+    gpu.is_busy = True
+    with monkeypatch.context() as patch:
+        patch.setattr(weakref, "finalize", observed)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            new_loop(forward, RuntimeError("out of memory"))
+    assert are_held(found)
+    gpu.is_busy = False
+    new_loop(forward)
+    assert not are_held(found)
 
 
 def test_a_step_makes_no_event_and_no_memory_of_the_host(gpu, forward, monkeypatch):
@@ -314,3 +388,25 @@ def test_a_step_makes_no_event_and_no_memory_of_the_host(gpu, forward, monkeypat
     )
     steps = [loop.run([request(0, [5])], 0, log_probs=True) for _ in range(3)]
     assert len({step.wait()[0].log_prob for step in steps}) == 1
+
+
+EXIT = """
+from types import SimpleNamespace
+from octile.serve.runner.decode_loop import DecodeLoop
+
+class LaunchedStep:
+    @property
+    def is_computed(self):
+        print("looks at the step")
+        return False
+
+loop = DecodeLoop(SimpleNamespace(weights=SimpleNamespace(device="cpu"), tp=SimpleNamespace(size=1)), 1, 1, 0)
+loop._launched.steps[0] = LaunchedStep()
+"""
+
+
+@pytest.mark.parametrize(("ends_before", "printed"), [(True, "looks at the step\n"), (False, "")])
+def test_steps_are_looked_at_when_their_loop_ends_but_not_at_the_exit_of_the_interpreter(ends_before, printed):
+    code = EXIT + "del loop\n" * ends_before
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert (found.stdout, found.stderr) == (printed, "")
