@@ -151,6 +151,7 @@ class DecodeLoop:
             before.release_buffer(timeout)
         ready, stream = None, None
         if self._on_gpu:
+            # returns at once unless the step before has not begun: that is behind the copy on the stream
             wait_for(self._pages_copied, timeout)
             ready, stream = self._computed[buffer], torch.cuda.current_stream(self._pages.device)  # of the model's GPU
         n = len(requests)
