@@ -128,7 +128,7 @@ def row_invariant_scaled_nt(
     Rows after the last group are zero, or undefined without zero_rest.
     """
     operands = a, a_scale, a_block, b, b_scale, b_block
-    if not a.is_cuda and not cpu.can_multiply() and accumulator_for(a, b) is None:  # whose library's rows depend
+    if a.is_cpu and not cpu.can_multiply() and accumulator_for(a, b) is None:  # rows of the library depend on others
         a, b = dequantize(a, a_scale, *a_block, torch.float32), dequantize(b, b_scale, *b_block, torch.float32)
         return row_invariant_groups_nt(a, b, offs, out_dtype)
     if offs is None and not a.is_cuda:  # whose rows are independent

@@ -21,6 +21,7 @@ from octile.ops.matmul import matmul_nt
 from octile.ops.quantize import dequantize, quantize
 from octile.ops.swiglu import swiglu_backward_quantize
 from octile.ops.transpose import quantize_rows_and_columns, requantize_transposed
+from tests.processor import needs_bf16
 
 ENCODED = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
 
@@ -247,8 +248,6 @@ def test_subnormals_are_quantized_on_a_processor_that_flushes_them(flushed_denor
 
 
 # GEMMs in C++; tests/ops/test_matmul.py and test_grouped.py check the bound of their error, whatever computes them
-
-needs_bf16 = pytest.mark.skipif(not cpu.can_multiply(), reason="the processor does not multiply BF16")
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

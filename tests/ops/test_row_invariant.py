@@ -9,6 +9,7 @@ from octile.ops.matmul import matmul_nt
 from octile.ops.quantize import quantize
 from octile.ops.row_invariant import row_invariant_matmul_nt, row_invariant_matmul_nt_out, row_invariant_scaled_nt
 from tests.ops.operators import assert_fake_is_true, assert_well_formed
+from tests.processor import needs_bf16
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_another_result_is_refused():
             row_invariant_matmul_nt_out(out, a, w)
 
 
-@pytest.mark.parametrize("can_multiply", [True, False])
+@pytest.mark.parametrize("can_multiply", [pytest.param(True, marks=needs_bf16), False])
 def test_fp8_gemms_use_the_tensor_core_model_where_it_is_on(monkeypatch: pytest.MonkeyPatch, can_multiply: bool):
     monkeypatch.setattr(row_invariant.cpu, "can_multiply", lambda: can_multiply)
     a, b = quantize(torch.randn(9, 300), 1, 128, "e4m3", True), quantize(torch.randn(5, 300), 128, 128, "e4m3", False)

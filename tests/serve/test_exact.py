@@ -169,8 +169,8 @@ def silu_of_torch(gate_MI, up_MI, fmt, power_of_2, weight=None, ends=None):
 
 def blocks_backwards(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype, zero_rest=True):
     values = (
-        row_invariant.dequantize(a, a_scale, *a_block, torch.float32),
-        row_invariant.dequantize(b, b_scale, *b_block, torch.float32),
+        row_invariant.dequantize(a, a_scale, *a_block, torch.float32).flip(-1),
+        row_invariant.dequantize(b, b_scale, *b_block, torch.float32).flip(-1),
     )
     return row_invariant.row_invariant_groups_nt(*values, offs, out_dtype)
 
