@@ -189,6 +189,7 @@ class Trainer:
         overflowed = scale if result.overflowed else None
         numbers = (progress.steps_done, learning_rate, tokens, progress.tokens)
         self._launched.append(Launched(*numbers, scheduled, overflowed), result.values)
+        self._prepared.prepare()
 
     def collect(self, leave: int = 0) -> Iterator[Metrics]:
         """Wait for launched steps and yield their metrics, the oldest first; `leave` of the newest stay launched.

@@ -92,7 +92,8 @@ class PreparedBatches:
     """Batches that a thread prepares before they are asked for, one after the other.
 
     A step that does not follow the last one is prepared when it is asked for, and the thread continues from there. The
-    thread never waits, so that a process can end at any time.
+    thread never waits, so that a process can end at any time. It begins when `prepare` is called, and not before: while
+    a step is launched it would take turns with the launch, which both need Python's lock for.
     """
 
     def __init__(self, batch: Callable[[int], Tensor], ahead: int):
@@ -117,10 +118,19 @@ class PreparedBatches:
         if step != self._next:
             self._drop()
             self._next = step
-        while len(self._prepared) <= self._ahead:
-            self._prepared.append(self._thread.submit(self._batch, self._next + len(self._prepared)))
+        if not self._prepared:
+            self._submit(1)
         self._next += 1
         return self._prepared.popleft().result()
+
+    def prepare(self) -> None:
+        """Have the thread prepare the batches after the last one, if there is a thread."""
+        self._submit(self._ahead)
+
+    def _submit(self, n: int) -> None:
+        """Submit batches until there are n."""
+        while self._thread is not None and len(self._prepared) < n:
+            self._prepared.append(self._thread.submit(self._batch, self._next + len(self._prepared)))
 
     def close(self) -> None:
         """Drop the prepared batches, and end the thread; a later call of `batch` starts another."""

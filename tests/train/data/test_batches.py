@@ -167,23 +167,33 @@ def test_prepared_batches_are_those_of_their_steps(ahead, steps):
     prepared, plain = PreparedBatches(Counted().batch, ahead), Batches(TOKENS, BatchRamp(1, 3, 4), S, seed=0)
     for step in steps:
         assert torch.equal(prepared.batch(step), plain.batch(step))
+        prepared.prepare()
     prepared.close()
 
 
-@pytest.mark.parametrize("ahead", [1, 3])
-def test_no_more_batches_are_prepared_than_asked_for(ahead):
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_batches_are_prepared_when_that_is_asked_for(ahead):
     batches = Counted()
     prepared = PreparedBatches(batches.batch, ahead)
     prepared.batch(0)
+    prepared.batch(1)
+    assert batches.asked == [0, 1]
+    prepared.prepare()
+    prepared.batch(1 + ahead)  # drops those between that are not begun, and waits for the thread
+    assert set(batches.asked) <= set(range(2 + ahead))
+    for _ in range(2):
+        prepared.prepare()
+    for step in range(2 + ahead, 2 + 2 * ahead):
+        prepared.batch(step)
+    assert batches.asked[-ahead - 1 :] == [*range(1 + ahead, 2 + 2 * ahead)]
     prepared.close()
-    assert batches.asked == list(range(len(batches.asked)))
-    assert len(batches.asked) <= 1 + ahead
 
 
 def test_an_error_is_raised_in_the_step_that_needs_the_batch():
     prepared = PreparedBatches(Counted().batch, 3)
     for step in range(7):
         prepared.batch(step)
+        prepared.prepare()
     for _ in range(2):  # and again
         with pytest.raises(OSError, match="the disk failed"):
             prepared.batch(7)
