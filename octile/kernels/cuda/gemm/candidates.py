@@ -50,10 +50,16 @@ def best(problem: Problem, chip: Chip, split_k: int | None = None) -> GemmConfig
 
 def candidates(problem: Problem, chip: Chip) -> list[GemmConfig]:
     """Return every configuration worth trying for a problem, that of the lowest estimate first."""
-    return sorted(_possible(problem, chip), key=lambda config: cycles(problem, config, chip))
+    sms = Chip(chip.multiprocessors, chip.whole.multiprocessors)
+    return sorted(_possible(problem, sms), key=lambda config: cycles(problem, config, chip))
 
 
-def _possible(problem: Problem, chip: Chip) -> Iterator[GemmConfig]:
+@lru_cache(1)  # of a problem that is asked for on several GPUs, one after the other
+def _possible(problem: Problem, sms: Chip) -> tuple[GemmConfig, ...]:
+    return tuple(_generate(problem, sms))
+
+
+def _generate(problem: Problem, chip: Chip) -> Iterator[GemmConfig]:
     # rows that fill no tile of 64 become columns
     may_transpose = problem.transposable and problem.m <= 256 and problem.m % 64 > 0
     for is_transposed in (False, True) if may_transpose else (False,):

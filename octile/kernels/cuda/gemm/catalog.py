@@ -67,6 +67,7 @@ def configs() -> dict[str, GemmConfig]:
         "several matrices in BF16": replace(bf16.OF_GROUPS, out_float=False),
         "several wide matrices in BF16": replace(bf16.OF_WIDE_GROUPS, out_float=False),
     }
-    h200, h100 = ({name: best(rounded(problem), chip) for name, problem in problems.items()} for chip in CHIPS)
+    chosen = {name: [best(rounded(problem), chip) for chip in CHIPS] for name, problem in problems.items()}
+    h200, h100 = ({name: best_of_each[i] for name, best_of_each in chosen.items()} for i in range(len(CHIPS)))
     h100 = {f"{name}, on an H100": config for name, config in h100.items() if config not in h200.values()}
     return h200 | h100 | others
