@@ -6,8 +6,9 @@ them, and compared with what octile reads and writes.
 
 import json
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -189,10 +190,16 @@ def dequantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return values
 
 
+@cache
+def own_tensors(name: str) -> Mapping[str, Tensor]:
+    """The tensors of octile's model of a published configuration, without data, by their names in a checkpoint."""
+    config = ModelConfig.from_hf(PUBLISHED[name])
+    return to_hf(meta_model(config).state_dict(), config)
+
+
 @pytest.mark.parametrize("name", TENSORS)
 def test_a_published_model_is_stored_with_its_names_dtypes_and_shapes(name):
-    config = ModelConfig.from_hf(PUBLISHED[name])
-    tensors = to_hf(meta_model(config).state_dict(), config)
+    tensors = own_tensors(name)
     weights = "fp8" if "quantization_config" in PUBLISHED[name] else "bf16"
     written = {n: s for n, t in tensors.items() for n, s in storage_specs(n, tuple(t.shape), weights).items()}
     expected = {n: (dtype, shape) for n, dtype, shape in published_tensors(PUBLISHED[name])}
@@ -203,14 +210,12 @@ def test_a_published_model_is_stored_with_its_names_dtypes_and_shapes(name):
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_published_model_has_its_number_of_parameters(name):
-    config = ModelConfig.from_hf(PUBLISHED[name])
-    assert sum(t.numel() for t in to_hf(meta_model(config).state_dict(), config).values()) == PARAMETERS[name]
+    assert sum(t.numel() for t in own_tensors(name).values()) == PARAMETERS[name]
 
 
 def test_glm_52_has_as_many_tensors_and_parameters_as_published():
     """Without the copies of embedding and head in the last layer, which its checkpoint lacks and octile writes."""
-    config = ModelConfig.from_hf(PUBLISHED["GLM-5.2"])
-    own = {id(tensor): tensor for tensor in to_hf(meta_model(config).state_dict(), config).values()}
+    own = {id(tensor): tensor for tensor in own_tensors("GLM-5.2").values()}
     assert (len(own), sum(tensor.numel() for tensor in own.values())) == (59_585, 753_329_940_480)
 
 
