@@ -70,7 +70,7 @@ def test_a_transformers_model_learns_in_a_loop(example, model):
     assert losses[-1] < losses[0] - 0.5
 
 
-@pytest.mark.parametrize("weights", ["fp8", "bf16"])
+@pytest.mark.parametrize("weights", ["fp8", pytest.param("bf16", marks=pytest.mark.exhaustive)])
 def test_a_student_learns_what_a_larger_teacher_wrote(example, untrained, tmp_path, weights):
     teacher, student = untrained("teacher", layers=3), untrained("student", weights)
     prompts, traces, out = tmp_path / "prompts.txt", tmp_path / "traces.jsonl", tmp_path / "distilled"

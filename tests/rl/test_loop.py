@@ -205,7 +205,7 @@ def fail_in_step(monkeypatch, step: int, name: str, error: Exception) -> None:
     [
         "sample_groups",
         pytest.param("group_advantages", marks=pytest.mark.exhaustive),  # nothing but samples is there, as before
-        "token_losses",
+        pytest.param("token_losses", marks=pytest.mark.exhaustive),  # a lack of memory fails there, too
         "gradient_norm",
     ],
 )

@@ -337,7 +337,7 @@ def test_an_update_that_is_written_when_its_time_is_over_is_answered_when_it_end
     assert_serves(served, folders[1], 1)
 
 
-@pytest.mark.parametrize("in_flight", ["finish", "recompute"])
+@pytest.mark.parametrize("in_flight", [pytest.param("finish", marks=pytest.mark.exhaustive), "recompute"])
 def test_a_trainer_sends_its_weights(served, folders, in_flight):
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask, served, max_tokens=200)
