@@ -8,43 +8,20 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from octile.kernels.triton import compile_all as module
 from octile.kernels.triton.compile_all import ARCHITECTURES, CompiledTritonKernel, compile_all
 
 Compiled = tuple[str, list[CompiledTritonKernel]]
 
 
-def compile_each_once(architecture: str) -> list[CompiledTritonKernel]:
-    """Compile each kernel in the first of its forms."""
-    compile_form, compiled = module._compile, {}
-
-    def compile_first(architecture, case, function, *launch) -> CompiledTritonKernel:
-        if function not in compiled:
-            compiled[function] = compile_form(architecture, case, function, *launch)
-        return compiled[function]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_compile", compile_first)
-        return compile_all(architecture)
+EXHAUSTIVE = pytest.mark.exhaustive  # LLVM takes half a minute; the tests of each kernel run it in the interpreter
 
 
-def all_forms(architecture: str):
-    return pytest.param((compile_all, architecture), marks=pytest.mark.exhaustive, id=f"all forms-{architecture}")
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param((compile_each_once, "sm_90"), id="each once-sm_90"),
-        *map(all_forms, ("sm_80", "sm_89", "sm_90")),
-    ],
-)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=EXHAUSTIVE) for name in ("sm_80", "sm_89", "sm_90")])
 def compiled(request: pytest.FixtureRequest) -> Compiled:
-    work, architecture = request.param
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "0")
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            return architecture, pool.submit(work, architecture).result()
+            return request.param, pool.submit(compile_all, request.param).result()
 
 
 def test_nothing_spills(compiled: Compiled):
