@@ -34,6 +34,7 @@ MEMORY_BYTES_PER_CYCLE = 1790  # of all SMs, from rows that are read 128 bytes a
 RED_BYTES_PER_CYCLE = 655  # of all SMs, that the L2 cache adds to (red.global.add)
 THREAD_ADD_BYTES_PER_CYCLE = 280  # of all SMs, BF16 that threads load, add to and store, which nothing hides
 LOAD_C_CYCLES = 5000  # until the first rows of C are there, and the last ones stored
+LOAD_BF16_C_CYCLES = 1000  # the same of BF16, whose reading, but not its storing, adds to the time of a stored result
 STORE_BYTES_PER_CYCLE = 32  # of one tile through shared memory to the L2 cache
 EPILOGUE_CYCLES = 480  # of a tile, besides its stores
 STAGING_CYCLES = 1500  # to fill the staging buffer once, and to wait until it is stored
@@ -158,8 +159,10 @@ def cycles(p: Problem, c: GemmConfig, chip: Chip) -> float:
     bandwidth = chip.memory_bandwidth / H200_BANDWIDTH
     memory = operand_bytes / (MEMORY_BYTES_PER_CYCLE * bandwidth)
     c_bytes = c.out_bytes * p.m * p.n * weights if p.accumulate else 0
-    if c.load_c:
+    if c.load_c and c.out_float:
         accumulate = LOAD_C_CYCLES + 2 * c_bytes / (MEMORY_BYTES_PER_CYCLE * bandwidth)  # which the MMAs wait for
+    elif c.load_c:
+        accumulate = LOAD_BF16_C_CYCLES + c_bytes / (MEMORY_BYTES_PER_CYCLE * bandwidth)
     elif c.out_float:
         accumulate, memory = 0, memory + c_bytes / (RED_BYTES_PER_CYCLE * bandwidth)
     else:

@@ -129,6 +129,12 @@ def test_the_memory_of_the_gpu_decides_how_is_added_to_c():
     assert [choose(experts, chip).load_c for chip in (H100, H200)] == [True, False]
 
 
+@pytest.mark.parametrize(("m", "n"), [(512, 7168), (256, 2048), (128, 7168), (32, 7168)])
+def test_bf16_that_is_added_to_is_loaded(m: int, n: int):
+    """Threads took 1.25 to 1.6 times as long (benchmarks/history/gemm-accumulate/bf16.txt, serve)."""
+    assert all(choose(Problem(m, n, 2048, accumulate=True, transposable=True), chip).load_c for chip in (H100, H200))
+
+
 def test_a_measured_kernel_comes_first():
     problem = Problem(4096, 7168, 2048)
     measured = GemmConfig(128, 64, 3, staged_boxes=1)
