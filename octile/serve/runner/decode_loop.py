@@ -11,7 +11,7 @@ log-probabilities of the chosen tokens, too.
 
 Kernels read a step's numbers from the host's memory, and write its results there. Of both there are two buffers, which
 steps use in turn: the host writes the numbers of the next step while this one is computed. Log-probabilities are copied
-to two buffers, too. No memory and no event is made for a step, so that nothing fails between its launch and its event.
+to two buffers, too. Nothing is allocated, and no event made, between a step's launch and the record of its event.
 
 Rows of drafts that are not accepted write latents at positions that later steps write again, and no row attends to
 positions after its own. Rows beyond the drafts of a request are padding. A step that makes no drafts, where others do,
@@ -116,8 +116,8 @@ class DecodeLoop:
                     for way in product(counts, is_sparse, has_log_probs)
                 }
             finally:  # each capture has computed a step, which the buffers must outlast, also after an error
-                self._computed[0].record(stream)
                 self._launched.steps[0] = DecodedTokens(self._results[0], self._computed[0], 0)
+                self._computed[0].record(stream)
             self._parity.zero_()
 
     def run(
@@ -151,7 +151,7 @@ class DecodeLoop:
             before.release_buffer(timeout)
         ready, stream = None, None
         if self._on_gpu:
-            # returns at once unless the step before has not begun: that is behind the copy on the stream
+            # the step before the last one is computed, so this waits for the copy of pages alone
             wait_for(self._pages_copied, timeout)
             ready, stream = self._computed[buffer], torch.cuda.current_stream(self._pages.device)  # of the model's GPU
         n = len(requests)

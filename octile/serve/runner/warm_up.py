@@ -57,8 +57,9 @@ def warm_up_batches(
     for start in (0, n):
         yield from (prompts(start, rows) for rows in sizes)
     if size := min(n, max_step_tokens):
-        read = range(FILL_ROWS, min(GEMM_ROWS, max_position) + 1, FILL_ROWS)
-        yield from (Batch([chunk(positions - size, size, 1)]) for positions in read)
+        read = range(FILL_ROWS, min(GEMM_ROWS, max_position + FILL_ROWS - 1) + 1, FILL_ROWS)
+        ends = (min(positions, max_position) for positions in read)
+        yield from (Batch([chunk(end - size, size, 1)]) for end in ends)
     yield from (Batch([chunk(n, 1, 1)] * rows) for rows in decoding)
     together = [rows for rows in decoding if 1 < rows <= max_step_tokens - n]
     yield from (Batch([*[chunk(n, 1, 1)] * rows, chunk(0, n, 1)]) for rows in together)
