@@ -19,6 +19,7 @@ from octile.serve.engine.engine import Engine
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights.live import LiveWeights
 from octile.train.config import OptimConfig
+from octile.train.data.batches import PreparedBatches
 from octile.train.step.progress import schedule
 from octile.train.strategy.single import Strategy
 from octile.train.trainer import Trainer
@@ -46,6 +47,14 @@ def test_gradients_of_micro_batches_are_added_in_place(new_trainer, monkeypatch:
     added.step()
     for ours, theirs in zip(in_place.model.parameters(), added.model.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_batches_are_prepared_after_a_step_is_launched(new_trainer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(PreparedBatches, "prepare", lambda prepared: launched.append(len(trainer._launched)))
+    trainer, launched = new_trainer(), list[int]()
+    trainer.launch()
+    trainer.launch()
+    assert launched == [1, 2]
 
 
 def test_micro_batches_of_a_step_share_rotary_tables(new_trainer, monkeypatch: pytest.MonkeyPatch):

@@ -92,8 +92,8 @@ class PreparedBatches:
     """Batches that a thread prepares before they are asked for, one after the other.
 
     A step that does not follow the last one is prepared when it is asked for, and the thread continues from there. The
-    thread never waits, so that a process can end at any time. It begins when `prepare` is called, and not before: while
-    a step is launched it would take turns with the launch, which both need Python's lock for.
+    thread never waits, so that a process can end at any time. It prepares those after it when `prepare` is called, and
+    not before: while a step is launched it would take turns with the launch, as both need Python's lock.
     """
 
     def __init__(self, batch: Callable[[int], Tensor], ahead: int):
