@@ -11,9 +11,7 @@ import pytest
 from octile.kernels.triton.compile_all import ARCHITECTURES, CompiledTritonKernel, compile_all
 
 Compiled = tuple[str, list[CompiledTritonKernel]]
-
-
-EXHAUSTIVE = pytest.mark.exhaustive  # LLVM takes half a minute; the tests of each kernel run it in the interpreter
+EXHAUSTIVE = pytest.mark.exhaustive  # LLVM takes minutes; the tests of each kernel run it in the interpreter
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=EXHAUSTIVE) for name in ("sm_80", "sm_89", "sm_90")])
