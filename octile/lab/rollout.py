@@ -8,9 +8,7 @@ In reinforcement learning the engine samples a text and the trainer weighs its t
 two disagree, the gradient is that of another policy. Under `Recipe.exact` and an engine in exact mode all bits agree.
 
 The Kullback-Leibler divergence of training from serving is estimated from the decoded tokens, which serving has
-sampled, by the mean of exp(d) − 1 − d with d the logarithm of training's probability minus that of serving.
-
-Source: J. Schulman, "Approximating KL Divergence" (2020).
+sampled (`octile.rl.batch.estimate_kl`).
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from torch import Tensor, nn
 
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.ops.cross_entropy import log_probabilities
-from octile.rl.batch import compare_log_probs
+from octile.rl.batch import compare_log_probs, estimate_kl
 from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import Sampling
 from octile.serve.model.forward import observe_blocks
@@ -207,8 +205,7 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def _agreement(kind: str, served_N: Tensor, trained_N: Tensor) -> Agreement:
-    d_N = (trained_N - served_N).double()
-    kl = float((d_N.exp() - 1 - d_N).mean()) if kind == "decoded" and len(d_N) else None
+    kl = estimate_kl(served_N, trained_N) if kind == "decoded" and len(served_N) else None
     return Agreement(kind, *compare_log_probs(served_N, trained_N), kl)
 
 

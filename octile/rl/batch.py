@@ -69,3 +69,13 @@ def compare_log_probs(engine_N: Tensor, trainer_N: Tensor) -> LogProbDifference:
     d_N = (engine_N.double() - trainer_N.double()).abs()
     mean, largest = (float(d_N.mean()), float(d_N.max())) if len(d_N) else (0.0, 0.0)
     return LogProbDifference(len(d_N), int(equal_N.sum()), mean, largest)
+
+
+def estimate_kl(engine_N: Tensor, trainer_N: Tensor) -> float:
+    """Estimate the Kullback-Leibler divergence of the trainer from the engine, which has sampled N tokens, N above 0.
+
+    It is the mean of exp(d) − 1 − d in nats, with d the trainer's log-probability minus the engine's.
+    Source: J. Schulman, "Approximating KL Divergence" (2020).
+    """
+    d_N = trainer_N.double() - engine_N.double()
+    return float((d_N.exp() - 1 - d_N).mean())

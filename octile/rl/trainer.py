@@ -29,7 +29,7 @@ from octile.ops.high_precision import without_reduced_precision_reduction
 from octile.optim import AdamW, clip_factor, param_groups
 from octile.optim.gradient import added_in_place, gradient_norm
 from octile.recipe import OptimizerFormats
-from octile.rl.batch import Batch, compare_log_probs, make_batch
+from octile.rl.batch import Batch, compare_log_probs, estimate_kl, make_batch
 from octile.rl.config import RLConfig
 from octile.rl.grpo import completion_mean, group_advantages, importance_weights, token_losses
 from octile.rl.prompts import Prompts
@@ -183,7 +183,8 @@ class RLTrainer:
             self.optimizer.step(gradient_scale=clip_factor(norm, MAX_NORM))
             self.optimizer.zero_grad()
             sums["grad_norm"] += float(norm) / config.updates
-        difference = compare_log_probs(*map(torch.cat, zip(*differences, strict=True)))
+        engine_N, own_N = map(torch.cat, zip(*differences, strict=True))
+        difference = compare_log_probs(engine_N, own_N)
         tokens = difference.tokens
         return {
             **({"kl": sums["kl"] / tokens} if self._reference is not None else {}),
@@ -191,6 +192,7 @@ class RLTrainer:
             "clipped": sums["clipped"] / tokens,
             "grad_norm": sums["grad_norm"],
             **{f"delta_{name}": value for name, value in difference._asdict().items()},
+            "delta_kl": estimate_kl(engine_N, own_N),
         }
 
     def _loss(self, part: Batch, new_BT: Tensor, old_BT: Tensor, sums: dict[str, float]) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 import octile.rl.trainer
 from octile.checkpoint.hugging_face import load
-from octile.rl.batch import compare_log_probs
+from octile.rl.batch import compare_log_probs, estimate_kl
 from octile.rl.config import RLConfig
 from octile.rl.grpo import completion_mean
 from octile.rl.prompts import ArithmeticPrompts, Prompt
@@ -40,7 +40,7 @@ def test_with_the_recipe_exact_all_log_probabilities_have_equal_bits_after_each_
         line = trainer.step()
         assert line["step"] == step
         assert line["delta_equal"] == line["delta_tokens"] > 0
-        assert (line["delta_mean"], line["delta_largest"], line["clipped"]) == (0, 0, 0)
+        assert (line["delta_mean"], line["delta_largest"], line["delta_kl"], line["clipped"]) == (0, 0, 0, 0)
         assert (line["kl"] == 0) == (step == 1)
         assert line["entropy"] > 0
         assert line["grad_norm"] > 0
@@ -49,6 +49,7 @@ def test_with_the_recipe_exact_all_log_probabilities_have_equal_bits_after_each_
 def test_with_another_recipe_the_differences_are_measured_and_can_be_corrected(usual_folder, reward_file):
     lines = [make_trainer(usual_folder, reward_file, importance_limit=limit).step() for limit in (None, 2.0)]
     assert all(0 < line["delta_mean"] <= line["delta_largest"] for line in lines)
+    assert all(0 < line["delta_kl"] < line["delta_largest"] for line in lines)
     assert lines[0]["delta_equal"] < lines[0]["delta_tokens"]
     assert lines[0]["grad_norm"] != lines[1]["grad_norm"]
 
@@ -213,3 +214,9 @@ def test_gradients_that_are_not_finite_stop_the_run_before_the_update(exact_fold
 def test_equal_bits_are_counted_and_not_equal_values():
     found = compare_log_probs(torch.tensor([0.0, -1.0, -2.0]), torch.tensor([-0.0, -1.0, -2.5]))
     assert found == (3, 1, 0.5 / 3, 0.5)
+
+
+def test_the_divergence_of_two_policies_is_estimated_by_samples_of_the_first():
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.4, 0.2, 0.4])
+    sampled = torch.multinomial(p, 200_000, replacement=True, generator=torch.Generator().manual_seed(0))
+    assert estimate_kl(p.log()[sampled], q.log()[sampled]) == pytest.approx(float((p * (p / q).log()).sum()), abs=1e-3)
