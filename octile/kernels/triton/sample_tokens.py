@@ -115,7 +115,7 @@ def row_maxima(
     tl.store(maxima + row * parts + tl.program_id(1), highest)
 
 
-@triton.jit(do_not_specialize=["part", "parts"], do_not_specialize_on_alignment=OF_ROWS[2:])
+@triton.jit(do_not_specialize=["part", "parts"], do_not_specialize_on_alignment=OF_ROWS)
 def count_weights(
     logits, maxima, temperature, top_k, top_p, min_p, temperature_step, top_k_step, top_p_step, min_p_step,
     counts, tally, vocabulary, row_step, part, parts,
@@ -143,7 +143,7 @@ def count_weights(
         tl.atomic_add(tally + row * 4, tl.sum(total, axis=0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["part", "parts"], do_not_specialize_on_alignment=OF_ROWS[2:])
+@triton.jit(do_not_specialize=["part", "parts"], do_not_specialize_on_alignment=OF_ROWS)
 def list_tokens(
     logits, maxima, temperature, top_k, top_p, min_p, temperature_step, top_k_step, top_p_step, min_p_step,
     counts, tally, keys, vocabulary, row_step, part, parts,
@@ -179,7 +179,7 @@ def list_tokens(
         tl.atomic_add(tally + row * 4 + 3, tl.sum(above, axis=0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=OF_ROWS[2:])
+@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=OF_ROWS)
 def find_borders(
     maxima, temperature, top_k, top_p, min_p, temperature_step, top_k_step, top_p_step, min_p_step,
     counts, tally, keys, borders, vocabulary, parts,
@@ -213,7 +213,7 @@ def find_borders(
     tl.store(borders + row, border)
 
 
-@triton.jit(do_not_specialize=["part", "parts"], do_not_specialize_on_alignment=OF_ROWS[:3])
+@triton.jit(do_not_specialize=["part", "parts"], do_not_specialize_on_alignment=OF_ROWS)
 def best_of_parts(
     logits, maxima, seeds, positions, temperature, seed_step, position_step, temperature_step, borders, best,
     tokens, vocabulary, row_step, part, parts,
