@@ -11,6 +11,7 @@ at the first call that needs it, since a machine without a GPU does not have it.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain
@@ -53,9 +54,12 @@ def run(operator: str, *args: Any) -> Any:
         ValueError: neither support the call.
     """
     backends = TABLE[operator]
-    if backends.why_not_hopper(*args) is None:
-        return backends.hopper(*args)
-    return backends.triton(*args)
+    return backends.hopper(*args) if has_hopper_kernel(operator, *args) else backends.triton(*args)
+
+
+def has_hopper_kernel(operator: str, *args: Any) -> bool:
+    """Return whether `run` takes Hopper's kernels for a call."""
+    return TABLE[operator].why_not_hopper(*args) is None
 
 
 def _triton(module: str, function: str) -> Callable[..., Any]:
@@ -73,6 +77,9 @@ def _triton_gemm(gemm: GemmRequest) -> Tensor:
         Schedule.MASKED: grouped.launch_masked,
         Schedule.ALONG_K: grouped.launch_wgrad,
     }[gemm.schedule]
+    if gemm.accumulate and gemm.row_invariant:  # which rounds twice, and Triton's kernel once
+        assert gemm.out is not None
+        return gemm.out.add_(launch(replace(gemm, out=None, accumulate=False)))
     return launch(gemm)
 
 
@@ -136,7 +143,7 @@ def _swiglu_and_save(gate: Tensor, up: Tensor, dtype: torch.dtype, power_of_2: b
 # `choices` needs the names of all operators, also of those whose modules are not imported.
 GEMMS = (  # they call "gemm" of `TABLE`
     "matmul_nt", "matmul_nt_out", "grouped_matmul_nt", "grouped_matmul_nt_out", "masked_grouped_matmul_nt",
-    "masked_grouped_matmul_nt_out", "grouped_wgrad", "grouped_wgrad_out",
+    "masked_grouped_matmul_nt_out", "grouped_wgrad", "grouped_wgrad_out", "row_invariant_scaled_nt_out",
 )  # fmt: skip
 ONLY_TRITON = (
     "accepted_rows", "adamw", "align_groups", "bfloat16_terms", "continued_tokens", "cross_entropy",

@@ -2,8 +2,8 @@
 
 A library chooses another kernel for another number of rows, and so another order of sums: the same row then has other
 last bits. Here every row is multiplied in the same form. In high precision that is on a CPU in blocks of 16 rows, the
-last one padded with zeros; on a GPU in tiles of one size that sum over all of K in one order. FP8 GEMMs on a GPU are
-grouped ones, which do not split K.
+last one padded with zeros; on a GPU in tiles of one size that sum over all of K in one order. FP8 GEMMs on a GPU do not
+split K, and a result that is added to another is rounded first, as where two operators do it.
 
 Source: He et al., "Defeating Nondeterminism in LLM Inference" (Thinking Machines Lab, 2025).
 Shapes: B GEMMs, M rows, N and K of a weight.
@@ -15,16 +15,16 @@ from torch import Tensor
 
 from octile.kernels import cpu
 from octile.kernels.cuda.gemm import bf16
+from octile.kernels.cuda.gemm.config import Schedule
+from octile.kernels.cuda.gemm.request import GemmRequest, Operand
 from octile.kernels.row_invariant import CHUNK, WIDE
 from octile.ops.accumulator import accumulator_for
 from octile.ops.grouped import grouped_matmul_nt, grouped_matmul_nt_out
-from octile.ops.matmul import Block, group_rows, matmul_nt, without_autocast
+from octile.ops.matmul import Block, check_request, gemm_kernel, group_rows, matmul_nt, without_autocast
 from octile.ops.operator import operator
 from octile.ops.quantize import INPUT_DTYPES, check_device, check_input_dtype, dequantize
 
 ROWS = 16  # of a block on a CPU
-MAX_COUNT = 2**17  # rows whose count has an entry in a table of 512 KiB
-_counts = dict[torch.device, Tensor]()
 
 
 @operator()
@@ -131,37 +131,50 @@ def row_invariant_scaled_nt(
     if a.is_cpu and not cpu.can_multiply() and accumulator_for(a, b) is None:  # rows of the library depend on others
         a, b = dequantize(a, a_scale, *a_block, torch.float32), dequantize(b, b_scale, *b_block, torch.float32)
         return row_invariant_groups_nt(a, b, offs, out_dtype)
-    if offs is None and not a.is_cuda:  # whose rows are independent
+    if offs is None and (not a.is_cuda or accumulator_for(a, b)):  # whose rows are independent
         return matmul_nt(*operands, out_dtype)
     if offs is not None and zero_rest:
         return grouped_matmul_nt(*operands, offs, out_dtype)
     out = a.new_empty(len(a), b.shape[-2], dtype=out_dtype)
     if offs is None:
-        row_invariant_scaled_nt_out(out, *operands)
+        row_invariant_scaled_nt_out(out, *operands, False)
     else:
         grouped_matmul_nt_out(out, *operands, offs)
     return out
 
 
+@operator(writes=("out",))
 def row_invariant_scaled_nt_out(
-    out: Tensor, a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: Tensor, b_block: Block
+    out: Tensor,
+    a: Tensor,
+    a_scale: Tensor,
+    a_block: Block,
+    b: Tensor,
+    b_scale: Tensor,
+    b_block: Block,
+    accumulate: bool,
 ) -> None:
-    """Write the result of `row_invariant_scaled_nt` without groups to out [M, N], contiguous."""
-    if a.is_cuda:
-        offs = _one_group(len(a), a.device)
-        grouped_matmul_nt_out(out, a, a_scale, a_block, b[None], b_scale[None], b_block, offs)
-    else:
-        out.copy_(row_invariant_scaled_nt(a, a_scale, a_block, b, b_scale, b_block, None, out.dtype))
+    """Write the result of `row_invariant_scaled_nt` without groups to out [M, N], bfloat16 or float32.
+
+    With `accumulate` the result is rounded to out's dtype, and added to it.
+
+    Raises:
+        TypeError, ValueError: as `octile.ops.matmul.matmul_nt_out`.
+    """
+    check_request(_dense_request(out, a, a_scale, a_block, b, b_scale, b_block, accumulate))
+    y = row_invariant_scaled_nt(a, a_scale, a_block, b, b_scale, b_block, None, out.dtype)
+    out.add_(y) if accumulate else out.copy_(y)
 
 
-def _one_group(n: int, device: torch.device) -> Tensor:
-    """Return the end of a single group of n rows, int32 [1], without a launch if a table of them was made before."""
-    is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if n > MAX_COUNT or (device not in _counts and is_captured):
-        return torch.full((1,), n, dtype=torch.int32, device=device)
-    if device not in _counts:
-        _counts[device] = torch.arange(MAX_COUNT + 1, dtype=torch.int32, device=device)
-    return _counts[device].narrow(0, n, 1)
+@row_invariant_scaled_nt_out.register_fake
+def _(out, a, a_scale, a_block, b, b_scale, b_block, accumulate):
+    return None
+
+
+@gemm_kernel(row_invariant_scaled_nt_out, on_cpu=False)
+def _dense_request(out, a, a_scale, a_block, b, b_scale, b_block, accumulate):
+    left, right = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
+    return GemmRequest(Schedule.DENSE, left, right, out.dtype, out, None, accumulate, row_invariant=True)
 
 
 def row_invariant_groups_nt(a: Tensor, b: Tensor, offs: Tensor | None, out_dtype: torch.dtype) -> Tensor:

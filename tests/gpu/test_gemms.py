@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from octile.kernels.memory_layout import new_scale
 from octile.ops.grouped import grouped_matmul_nt, grouped_wgrad, masked_grouped_matmul_nt
 from octile.ops.matmul import matmul_nt, matmul_nt_out
 from octile.ops.quantize import dequantize, quantize
+from octile.ops.row_invariant import row_invariant_scaled_nt_out
 
 Operand = tuple[Tensor, Tensor, tuple[int, int]]
 
@@ -137,3 +139,23 @@ def test_more_than_2_31_elements():
     scale = torch.ones(rows, 32, device="cuda")
     b = _operand((64, 4096), BLOCK)
     _assert_close(matmul_nt(data, scale, TILE, *b, torch.float32)[-1:], _exact(b).sum(1)[None])
+
+
+@pytest.mark.parametrize(("n", "k"), [(2048, 2048), (3648, 2048), (576, 7168), (200, 384)])
+def test_a_row_of_a_row_invariant_gemm_has_the_same_bits_among_any_others(n: int, k: int):
+    """Also the bits of a grouped GEMM with one group, which never splits K."""
+    torch.manual_seed(n)
+    a, b = (torch.randn(rows, k, device="cuda").bfloat16() for rows in (700, n))
+    (x, x_scale), (w, w_scale) = quantize(a, *TILE, "e4m3", False), quantize(b, *BLOCK, "e4m3", False)
+    residual = torch.randn(700, n, device="cuda").bfloat16()
+    end = torch.tensor([700], dtype=torch.int32, device="cuda")
+    operands = TILE, w[None], w_scale[None], BLOCK, end
+    together = grouped_matmul_nt(x, x_scale, *operands, torch.bfloat16)
+    for rows in (slice(0, 700), slice(3, 259), slice(40, 72), slice(8, 9), slice(8, 15)):
+        own_scale = new_scale(x[rows], *TILE).copy_(x_scale[rows])
+        own = x[rows], own_scale, TILE, w, w_scale, BLOCK
+        product, added = torch.empty_like(together[rows]), residual[rows].clone()
+        row_invariant_scaled_nt_out(product, *own, False)
+        assert torch.equal(product, together[rows]), f"rows {rows}"
+        row_invariant_scaled_nt_out(added, *own, True)
+        assert torch.equal(added, residual[rows] + product), f"rows {rows}, added"

@@ -7,7 +7,12 @@ from octile.lab import tensor_core
 from octile.ops import row_invariant
 from octile.ops.matmul import matmul_nt
 from octile.ops.quantize import quantize
-from octile.ops.row_invariant import row_invariant_matmul_nt, row_invariant_matmul_nt_out, row_invariant_scaled_nt
+from octile.ops.row_invariant import (
+    row_invariant_matmul_nt,
+    row_invariant_matmul_nt_out,
+    row_invariant_scaled_nt,
+    row_invariant_scaled_nt_out,
+)
 from tests.ops.operators import assert_fake_is_true, assert_well_formed
 from tests.processor import needs_bf16
 
@@ -69,8 +74,15 @@ def test_fp8_gemms_use_the_tensor_core_model_where_it_is_on(monkeypatch: pytest.
     assert torch.equal(row_invariant_scaled_nt(a[0][3:4], a[1][3:4], *operands[2:], None, torch.float32), usual[3:4])
 
 
-def test_the_end_of_one_group_is_the_number_of_its_rows(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(row_invariant, "MAX_COUNT", 100)
-    monkeypatch.setattr(row_invariant, "_counts", {})
-    for n in (0, 3, 100, 101, 3):
-        assert row_invariant._one_group(n, torch.device("cpu")).tolist() == [n]
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_fp8_results_are_written_or_rounded_and_added(accumulate: bool):
+    a, b = quantize(torch.randn(9, 300), 1, 128, "e4m3", True), quantize(torch.randn(5, 300), 128, 128, "e4m3", False)
+    operands = *a, (1, 128), *b, (128, 128)
+    out = torch.randn(9, 5).bfloat16()
+    product = row_invariant_scaled_nt(*operands, None, torch.bfloat16)
+    expected = out + product if accumulate else product
+    assert_well_formed(row_invariant_scaled_nt_out, (out.clone(), *operands, accumulate))
+    row_invariant_scaled_nt_out(out, *operands, accumulate)
+    assert torch.equal(out, expected)
+    with pytest.raises(ValueError, match="out must be"):
+        row_invariant_scaled_nt_out(out[:3], *operands, accumulate)

@@ -7,7 +7,7 @@
 Rows are quantized once for all FP8 weights that read them.
 
 With `batch_invariant` a GEMM computes a row in one form for any number of rows, so that the bits of its result depend
-on no other row. FP8 GEMMs on a GPU are then grouped ones with one group, which do not split K.
+on no other row. FP8 GEMMs then do not split K.
 
 Shapes: T rows, K and N the columns of a GEMM's input and of its result, H heads, E experts, I intermediate; R rows
 sorted by expert.
@@ -126,13 +126,14 @@ class Gemms:
     def add_nt_(self, x_TN: Tensor, x: Rows, w: Weight) -> Tensor:
         """Add rows times a weight [N, K] to others, in place, and return those: [T, N].
 
-        The GEMM of an FP8 weight adds before it rounds. In batch-invariant mode the product is rounded first, as in
-        training.
+        The GEMM of an FP8 weight adds before it rounds. In batch-invariant mode it rounds the product first, as
+        training does.
         """
-        if self.batch_invariant or not isinstance(w, ScaledTensor):
+        if not isinstance(w, ScaledTensor):
             return x_TN.add_(self.nt(x, w))
         assert x.q is not None
-        matmul_nt_out(x_TN, x.q.data, x.q.scale, x.q.block, w.data, w.scale, w.block, True)
+        nt_out = row_invariant_scaled_nt_out if self.batch_invariant else matmul_nt_out
+        nt_out(x_TN, x.q.data, x.q.scale, x.q.block, w.data, w.scale, w.block, True)
         return x_TN
 
     def _fp8_nt(self, x: ScaledTensor, w: ScaledTensor, offs_E: Tensor | None) -> Tensor:
@@ -145,7 +146,7 @@ class Gemms:
         if not isinstance(w, ScaledTensor):
             return out.copy_(self.nt(x, w))
         assert x.q is not None
-        row_invariant_scaled_nt_out(out, x.q.data, x.q.scale, x.q.block, w.data, w.scale, w.block)
+        row_invariant_scaled_nt_out(out, x.q.data, x.q.scale, x.q.block, w.data, w.scale, w.block, False)
         return out
 
     def heads_nt(self, x_THK: Tensor, w_HNK: Tensor, out_THN: Tensor) -> None:

@@ -32,10 +32,22 @@ def choose(problem: Problem, chip: Chip) -> GemmConfig:
     """
     problem = rounded(problem)
     if chip.multiprocessors == chip.whole.multiprocessors:
-        return tuned.lookup(problem, chip.whole) or best(problem, chip.whole)
+        return _measured(problem, chip.whole) or best(problem, chip.whole)
     split_k = choose(problem, chip.whole).split_k
-    measured = tuned.lookup(problem, chip)
+    measured = _measured(problem, chip)
     return measured if measured is not None and measured.split_k == split_k else best(problem, chip, split_k)
+
+
+def _measured(problem: Problem, chip: Chip) -> GemmConfig | None:
+    """Return what `octile bench tune` measured for a rounded problem; of row-invariant ones it measures none itself."""
+    found = tuned.lookup(replace(problem, row_invariant=False), chip)
+    if found is None or not problem.row_invariant:
+        return found
+    return replace(found, adds_rounded=_adds_rounded(problem)) if found.split_k == 1 else None
+
+
+def _adds_rounded(p: Problem) -> bool:
+    return p.row_invariant and p.accumulate and not p.out_float
 
 
 @lru_cache(4096)
@@ -113,6 +125,7 @@ def _with_splits(
             schedule=p.schedule,
             out_float=p.out_float,
             accumulate=p.accumulate,
+            adds_rounded=_adds_rounded(p),
             promote=p.promote,
             transposed=is_transposed,
             store=p.store if tma_can_store else Store.PAIRS,
@@ -135,7 +148,7 @@ def _with_splits(
             yield _loading_c(first)
     for filled in _with_stages(first):
         yield filled
-        if p.schedule is Schedule.DENSE and p.promote and tiles < all_sms and not ping_pong:
+        if p.schedule is Schedule.DENSE and p.promote and not p.row_invariant and tiles < all_sms and not ping_pong:
             for split_k in (2, 3, 4, 6, 8, 12, 16):
                 if tiles * split_k <= all_sms and k_blocks >= 2 * split_k:
                     with suppress(ValueError):

@@ -34,6 +34,9 @@ def configs() -> dict[str, GemmConfig]:
         problems[f"wgrad, float32, {shape}"] = Problem(m, n, k, **WGRAD, **FLOAT)
         problems[f"wgrad, bfloat16, {shape}"] = Problem(m, n, k, **WGRAD)
         problems[f"dense, adding to bfloat16, {shape}"] = Problem(m, n, k, accumulate=True)
+        problems[f"dense, adding what is rounded, 32×{n}×{k}"] = Problem(
+            32, n, k, accumulate=True, transposable=True, row_invariant=True
+        )
         problems[f"dense, float32, {shape}"] = Problem(m, n, k, **FLOAT)
         problems[f"one scale, {shape}"] = Problem(m, n, k, **ONE_SCALE)
     for n, k in SMALL:

@@ -58,6 +58,7 @@ class GemmConfig:
         out_float: the result is float32; otherwise bfloat16.
         accumulate: the result is added to the output tensor C.
         load_c: the epilogue loads C to shared memory and adds there; otherwise it adds in the L2 cache.
+        adds_rounded: the result is rounded to BF16 before it is added to C.
         promote: every k-block is added in FP32 on the CUDA cores; otherwise the tensor cores sum over all of K.
         transposed: the result is stored as [N, M].
         store: how the result is stored.
@@ -92,6 +93,7 @@ class GemmConfig:
     out_float: bool = False
     accumulate: bool = False
     load_c: bool = False
+    adds_rounded: bool = False
     promote: bool = True
     transposed: bool = False
     store: Store = Store.TMA
@@ -268,6 +270,7 @@ class GemmConfig:
             (tma or self.staged_boxes == 0, "only TMA stores staged boxes"),
             (not self.load_c or (tma and self.accumulate), "load_c needs accumulate and Store.TMA"),
             (not self.load_c or not self.transposed, "load_c does not transpose"),
+            (not self.adds_rounded or (self.accumulate and not self.out_float), "adds_rounded adds to BF16"),
             (not self.load_c or self.split_k == 1, "load_c takes no split_k: only the last split stores"),
             (not self.load_c or self.staged_boxes * self.waves == boxes, "load_c adds to 64 rows at a time"),
             (registers + self.other_registers <= limit, f"{registers} accumulator registers are too many"),

@@ -79,6 +79,7 @@ class Problem:
         m: rows of a; of all groups together in a grouped GEMM, the expected rows of one group in a masked one.
         k: the contracted dimension; of all groups together where groups are along K.
         transposable: the result may be computed as b · aᵀ.
+        row_invariant: K is not split, and a result is rounded before it is added (`GemmRequest`).
 
     All other attributes are as in `GemmConfig`.
     """
@@ -98,6 +99,7 @@ class Problem:
     zero_rest: bool = True
     a_e5m2: bool = False
     b_e5m2: bool = False
+    row_invariant: bool = False
 
 
 def rounded(p: Problem) -> Problem:

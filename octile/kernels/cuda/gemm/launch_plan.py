@@ -128,6 +128,7 @@ def problem(request: GemmRequest) -> Problem:
         transposable=request.schedule is Schedule.DENSE and a_scales is not b_scales,
         a_e5m2=a.dtype == torch.float8_e5m2,
         b_e5m2=b.dtype == torch.float8_e5m2,
+        row_invariant=request.row_invariant,
     )
 
 

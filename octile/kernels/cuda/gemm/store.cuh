@@ -25,8 +25,12 @@ __device__ __forceinline__ int output_group(const Tile& tile) {
 __device__ __forceinline__ uint16_t bf16(float x) { return static_cast<uint16_t>(ptx::pack_bf16(x, 0.0f)); }
 __device__ __forceinline__ float from_bf16(uint32_t x) { return __uint_as_float(x << 16); }
 
-// Adds x and y to two BF16 numbers; each sum is rounded once.
+// Adds x and y to two BF16 numbers; each sum is rounded once, or with config::adds_rounded x and y are rounded before.
 __device__ __forceinline__ uint32_t add_to_bf16(uint32_t c, float x, float y) {
+    if constexpr (config::adds_rounded) {
+        const uint32_t rounded = ptx::pack_bf16(x, y);
+        x = from_bf16(rounded & 0xFFFF), y = from_bf16(rounded >> 16);
+    }
     return ptx::pack_bf16(__fadd_rn(x, from_bf16(c & 0xFFFF)), __fadd_rn(y, from_bf16(c >> 16)));
 }
 
@@ -48,7 +52,7 @@ __device__ __forceinline__ void store_single(void* data, int64_t at, float x) {
         else *to = x;
     } else {
         uint16_t* to = static_cast<uint16_t*>(data) + at;
-        *to = bf16(config::accumulate ? __fadd_rn(x, from_bf16(*to)) : x);
+        *to = config::accumulate ? static_cast<uint16_t>(add_to_bf16(*to, x, 0.0f)) : bf16(x);
     }
 }
 

@@ -135,6 +135,14 @@ def test_bf16_that_is_added_to_is_loaded(m: int, n: int):
     assert all(choose(Problem(m, n, 2048, accumulate=True, transposable=True), chip).load_c for chip in (H100, H200))
 
 
+@pytest.mark.parametrize("m", [1, 32, 200])
+def test_k_is_not_split_where_rows_do_not_depend_on_each_other(m: int):
+    problem = Problem(m, 2048, 7168, transposable=True, row_invariant=True)
+    assert {config.split_k for config in candidates(rounded(problem), H200)} == {1}
+    assert max(config.split_k for config in candidates(rounded(replace(problem, row_invariant=False)), H200)) > 1
+    assert choose(replace(problem, accumulate=True), H200).adds_rounded
+
+
 def test_a_measured_kernel_comes_first():
     problem = Problem(4096, 7168, 2048)
     measured = GemmConfig(128, 64, 3, staged_boxes=1)

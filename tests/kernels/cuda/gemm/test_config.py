@@ -51,6 +51,7 @@ REFUSED = {
     "staged_boxes must be 1 to 2": {"staged_boxes": 3},
     "only TMA stores staged boxes": {"store": Store.SINGLE},
     "load_c needs accumulate and Store.TMA": {"load_c": True},
+    "adds_rounded adds to BF16": {"adds_rounded": True},
     "load_c does not transpose": {
         "load_c": True,
         "accumulate": True,

@@ -73,6 +73,9 @@ DENSE = {
         128, 32, ping_pong=True, b_scales=ROW, out_float=True, accumulate=True, staged_boxes=2
     ),
     "256 rows, loading BF16 C": config(256, 128, 3, accumulate=True, load_c=True, staged_boxes=2),
+    "loading BF16 C, adding what is rounded": config(
+        128, 64, accumulate=True, load_c=True, adds_rounded=True, staged_boxes=1
+    ),
     "narrow store boxes, loading BF16 C": config(128, 48, b_scales=ROW, accumulate=True, load_c=True, staged_boxes=3),
     "ping-pong in a cluster, loading BF16 C": config(
         128, 32, 3, ping_pong=True, cluster_n=2, accumulate=True, load_c=True, staged_boxes=1
@@ -107,6 +110,8 @@ DENSE = {
     "float32, accumulating, any strides": config(128, 64, store=SINGLE, out_float=True, accumulate=True),
     "accumulating": config(128, 64, store=PAIRS, accumulate=True),
     "accumulating, any strides": config(128, 64, store=SINGLE, accumulate=True),
+    "adding what is rounded": config(128, 64, store=PAIRS, accumulate=True, adds_rounded=True),
+    "adding what is rounded, any strides": config(128, 64, store=SINGLE, accumulate=True, adds_rounded=True),
     "transposed": config(128, 32, a_scales=BLOCK, b_scales=ROW, transposed=True, staged_boxes=1),
     "transposed, 256 rows": config(256, 16, a_scales=BLOCK, b_scales=ROW, transposed=True, staged_boxes=2),
     "split-K": config(128, 64, split_k=3),
@@ -216,7 +221,8 @@ def _dense(kernel: GemmConfig, m: int, n: int, k: int, seed: int) -> None:
         before = torch.randn(m, n).to(out.dtype).float()
         out.copy_(before)
     emulate(kernel, out, a, b, seed=seed)
-    expected = before + _exact(kernel, a, b)
+    product = _exact(kernel, a, b)
+    expected = before + (product.bfloat16().float() if kernel.adds_rounded else product)
     torch.testing.assert_close(out, expected.to(out.dtype), rtol=0, atol=0, msg=lambda why: f"{(m, n, k)}: {why}")
 
 
