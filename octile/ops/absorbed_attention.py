@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from octile.ops.paged_attention import paged_attention, paged_attention_with_lse
+from octile.ops.paged_attention import has_product_kernel, heads_nt_out, paged_attention, paged_attention_with_lse
 from octile.ops.row_invariant import row_invariant_matmul_nt_out
 
 MultiplyHeads = Callable[[Tensor, Tensor, Tensor], None]  # see `multiply_heads`
@@ -26,8 +26,14 @@ ROWS = 4  # of a text that a GPU's thread block takes together, with 16 heads, i
 
 
 def multiply_heads(x_THK: Tensor, w_HNK: Tensor, out_THN: Tensor) -> None:
-    """Multiply each head of rows by its own weight, and write the results to out; all in one dtype."""
-    row_invariant_matmul_nt_out(out_THN.transpose(0, 1), x_THK.transpose(0, 1), w_HNK)
+    """Multiply each head of rows by its own weight, and write the results to out; all in one dtype.
+
+    The kernel of few rows sums over K in the order of the others.
+    """
+    if has_product_kernel(out_THN, x_THK, w_HNK):
+        heads_nt_out(out_THN, x_THK, w_HNK)
+    else:
+        row_invariant_matmul_nt_out(out_THN.transpose(0, 1), x_THK.transpose(0, 1), w_HNK)
 
 
 def absorb(q_THX: Tensor, w_k_HCN: Tensor, multiply: MultiplyHeads = multiply_heads) -> Tensor:

@@ -30,6 +30,8 @@ import torch
 from torch import Tensor
 
 from octile.formats import TILE
+from octile.kernels import backends
+from octile.kernels.cuda.quantize.launcher import norm_parts
 from octile.kernels.memory_layout import new_scale
 from octile.ops.norm import check_operands, rms_norm
 from octile.ops.operator import operator
@@ -220,8 +222,7 @@ def write_and_rotate(
 ) -> None:
     """Normalize latents, rotate keys and write both to a cache; rotate queries into the absorbed ones.
 
-    Where many rows are normalized by other kernels, whose sums of squares have another order, these normalize the
-    latents of few rows before, too, and there is no weight here.
+    Latents have the bits that the operator `rms_norm` gives them if `normalizes_as_rms_norm`.
 
     Args:
         cache, slots: as in `octile.ops.latent_cache.write_latents`.
@@ -257,6 +258,15 @@ def _(cache, slots, latent, rope, weight, eps, cos, sin, q, absorbed):
 
     _check_decode(cache, slots, latent, rope, weight, cos, sin, q, absorbed)
     kernel.launch(cache, slots, latent, rope, weight, eps, cos, sin, q, absorbed)
+
+
+def normalizes_as_rms_norm(latent: Tensor, weight: Tensor) -> bool:
+    """Return whether a kernel of `write_and_rotate` normalizes latents [T, C] with the bits of the operator `rms_norm`.
+
+    On a CPU it calls that operator itself.
+    """
+    one_warp = norm_parts(latent.shape[1])[1] == 1
+    return latent.is_cuda and one_warp and backends.has_hopper_kernel("rms_norm", latent, weight, 0.0)
 
 
 def _check_decode(

@@ -18,8 +18,9 @@ unspecified otherwise. The softmax's weights are rounded to q's dtype, or to FP1
 multiplied, and with more than 32 heads a GPU may round the latents of FP8 rows to q's dtype, too.
 
 The products of a head sum in unspecified order. Those of few rows are short, and most of their time is launching and
-waiting: on Hopper they have kernels of their own, which load the weights while the previous kernel still runs. Results
-are rounded to the rows' dtype before they are quantized, so one call has the bits of two.
+waiting: on Hopper they have kernels of their own, which load the weights while the previous kernel still runs, and sum
+over K in the order of `octile.ops.row_invariant`. Results are rounded to the rows' dtype before they are quantized, so
+one call has the bits of two.
 
 Source: DeepSeek-V2 (arXiv 2405.04434) §2.1.2; Flash-Decoding; FlashMLA (https://github.com/deepseek-ai/FlashMLA).
 Shapes: R rows, in products T; H heads, K and N the columns of a head's rows and of its results; C channels of a latent,
@@ -282,11 +283,10 @@ def _(x, w, power_of_2):
 @heads_nt_quantize.register_kernel("cuda")
 def _(x, w, power_of_2):
     _check_heads(x, w)
-    if _has_few_rows(x):
+    if has_quantizing_kernel(x, w):
         from octile.kernels.triton import heads as kernel
 
-        if kernel.why_not_quantized(x, w) is None:
-            return kernel.launch_quantized(x, w, power_of_2)
+        return kernel.launch_quantized(x, w, power_of_2)
     return heads_nt_quantize.reference(x, w, power_of_2)
 
 
@@ -297,6 +297,15 @@ def has_product_kernel(out: Tensor, x: Tensor, w: Tensor) -> bool:
     from octile.kernels.triton import heads as kernel
 
     return kernel.why_no_product(out, x, w) is None
+
+
+def has_quantizing_kernel(x: Tensor, w: Tensor) -> bool:
+    """Return whether octile's kernel computes a call of `heads_nt_quantize`, and not what it consists of."""
+    if not x.is_cuda or not _has_few_rows(x):
+        return False
+    from octile.kernels.triton import heads as kernel
+
+    return kernel.why_not_quantized(x, w) is None
 
 
 def _has_few_rows(x: Tensor) -> bool:

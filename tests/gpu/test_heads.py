@@ -6,6 +6,7 @@ import torch
 from octile.kernels.cuda.jit.launch import overlapping_launches
 from octile.ops.paged_attention import heads_nt_out, heads_nt_quantize
 from octile.ops.quantize import quantize
+from octile.ops.row_invariant import row_invariant_matmul_nt
 
 ROWS = pytest.mark.parametrize("t", [1, 16, 17, 32, 65, 256, 257])
 
@@ -59,3 +60,24 @@ def test_overlapping_launches_have_the_same_bits(t: int):
         graph.replay()
         for found, alone in zip(captured, expected, strict=True):
             assert torch.equal(found.float(), alone.float())
+
+
+@pytest.mark.parametrize("t", [1, 16, 17, 32, 65, 256])
+@pytest.mark.parametrize("h", [3, 16])
+def test_few_rows_have_the_bits_of_products_whose_rows_do_not_depend_on_each_other(t: int, h: int):
+    """Those sum by wgmma over tiles of any rows, these for few rows by mma; exact mode takes both."""
+    generator = torch.Generator("cuda").manual_seed(t)
+    q, w_k, attended, w_v = (
+        (torch.randn(shape, generator=generator, device="cuda") * 4**spread).bfloat16()
+        for shape in ((t, h, 128), (h, 512, 128), (t, h, 512), (h, 128, 512))
+        for spread in [torch.randn(shape, generator=generator, device="cuda")]
+    )
+    many = [torch.cat((x, x.new_ones(300, h, x.shape[2]))).transpose(0, 1) for x in (q, attended)]
+    absorbed = torch.empty(t, h, 512, dtype=torch.bfloat16, device="cuda")
+    heads_nt_out(absorbed, q, w_k)
+    assert torch.equal(absorbed, row_invariant_matmul_nt(many[0], w_k, torch.bfloat16).transpose(0, 1)[:t])
+    values = row_invariant_matmul_nt(many[1], w_v, torch.bfloat16).transpose(0, 1)[:t]
+    for found, expected in zip(
+        heads_nt_quantize(attended, w_v, False), quantize(values.flatten(1), 1, 128, "e4m3", False), strict=True
+    ):
+        assert torch.equal(found.float(), expected.float())

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from octile.ops.latent_cache import read_latents, write_and_rotate
+from octile.ops.latent_cache import normalizes_as_rms_norm, read_latents, write_and_rotate
+from octile.ops.norm import rms_norm
 from tests.ops.paged_caches import new_cache
 
 
@@ -29,3 +30,17 @@ def test_it_is_the_reference(cache_dtype: torch.dtype, heads: int, sizes: tuple[
     assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
     spacing, least = (2**-3, 2**-15) if cache_dtype == torch.uint8 else (2**-7, 0.0)  # of the numbers that are cached
     torch.testing.assert_close(latents, expected, rtol=spacing, atol=least)
+
+
+@pytest.mark.parametrize("t", [1, 33, 1024])
+def test_latents_have_the_bits_of_rms_norm(t: int):
+    torch.manual_seed(t)
+    joined = (torch.randn(t, 576) * torch.randn(t, 1).exp()).bfloat16().cuda()
+    latent, rope, weight = joined[:, :512], joined[:, 512:], torch.randn(512).bfloat16().cuda()
+    if not normalizes_as_rms_norm(latent, weight):
+        pytest.skip("another GPU than Hopper, where rms_norm is Triton's")
+    cache, slots = new_cache(t // 64 + 1, 512, 64, torch.bfloat16).cuda(), torch.arange(t, device="cuda")
+    cos, sin = torch.ones(t, 32, device="cuda"), torch.zeros(t, 32, device="cuda")
+    q, absorbed = joined.new_zeros(t, 16, 192), joined.new_zeros(t, 16, 576)
+    write_and_rotate(cache, slots, latent, rope, weight, 1e-6, cos, sin, q, absorbed)
+    assert torch.equal(cache.flatten(0, 1)[:t, :512], rms_norm(latent, weight, 1e-6)[0])

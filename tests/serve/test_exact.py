@@ -145,11 +145,12 @@ def multiply_heads_in_float64(x_THK: Tensor, w_HNK: Tensor, out_THN: Tensor) -> 
     out_THN.copy_(in_float64(x_THK.transpose(0, 1), w_HNK, x_THK.dtype).transpose(0, 1))
 
 
-def attend_in_float64(q_THW, cache, pages, lengths, w_v_HVC, scale, out_THV, rows_per_text):
-    for q_HW, own, n, out_HV in zip(q_THW, pages, lengths.tolist(), out_THV, strict=True):
+def attention_in_float64(q_THW, cache, pages, lengths, latent_dim, scale, part, rows_per_text):
+    o_THC = q_THW.new_empty(*q_THW.shape[:2], latent_dim)
+    for q_HW, own, n, o_HC in zip(q_THW, pages, lengths.tolist(), o_THC, strict=True):
         keys_TW = cache[own.long()].flatten(0, 1)[:n].double()
-        o_HC = (q_HW.double() @ keys_TW.mT * scale).softmax(-1) @ keys_TW[:, : w_v_HVC.shape[2]]
-        out_HV.copy_((w_v_HVC.double() @ o_HC[..., None])[..., 0])
+        o_HC.copy_((q_HW.double() @ keys_TW.mT * scale).softmax(-1) @ keys_TW[:, :latent_dim])
+    return o_THC
 
 
 def reversed_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -193,7 +194,7 @@ MUTATIONS: dict[str, tuple[str, object, str, Callable[..., Any]]] = {  # name: w
     "last norm": ("norm", forward, "rms_norm", reversed_norm),
     "norms before FP8 layers": ("block 1", gemms, "rms_norm_quantize", reversed_norm_quantize),
     "absorbed queries": ("block 1", gemms, "multiply_heads", multiply_heads_in_float64),
-    "attention": ("block 0", attention, "attend", attend_in_float64),
+    "attention": ("block 0", attention, "paged_attention", attention_in_float64),
     "rotary embeddings": ("block 1", attention, "write_and_rotate", rotated_in_float64),
     "FP8 GEMMs": ("block 0", gemms, "row_invariant_scaled_nt", blocks_backwards),
     "SwiGLU": ("block 1", gemms, "swiglu_quantize", silu_of_torch),

@@ -21,6 +21,7 @@ positions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -35,10 +36,10 @@ from octile.kernels.cuda.jit.launch import only_activations_are_new
 from octile.models.config import ModelConfig
 from octile.nn.indexer import weight_factor
 from octile.nn.norm import LAYER_NORM_EPS
-from octile.ops.absorbed_attention import absorb, attend
+from octile.ops.absorbed_attention import PART, absorb
 from octile.ops.attention import attention, ragged_attention
 from octile.ops.index_rows import index_rows, rotate_first
-from octile.ops.latent_cache import write_and_rotate
+from octile.ops.latent_cache import normalizes_as_rms_norm, write_and_rotate
 from octile.ops.norm import rms_norm
 from octile.ops.paged_attention import has_product_kernel, paged_attention
 from octile.ops.rope import latent_keys, rotate_
@@ -259,26 +260,26 @@ class Attention:
         """Write the latents of decode rows, and attend from them: as `attend` of `queries`, in fewer launches.
 
         One kernel normalizes and writes latents, rotates, and writes the rotary part of absorbed queries. In
-        batch-invariant mode latents are normalized before, as those of prompts in graphs and those of training.
+        batch-invariant mode `rms_norm` normalizes latents before where that kernel gives them other bits.
         """
         c = self.config
         _, _, q_TX, latent_TC, rope_TR = self._projected(x_TD, w)
         q_THX = q_TX.unflatten(-1, (self.n_heads, -1))
         q_THW = q_THX.new_empty(*q_THX.shape[:2], c.kv_lora_rank + c.qk_rope_head_dim)
         weight: Tensor | None = w.attention.kv_norm
-        if weight is not None and self.gemms.batch_invariant:
-            latent_TC, weight = rms_norm(latent_TC, weight, NORM_EPS)[0], None
+        if self.gemms.batch_invariant and not normalizes_as_rms_norm(latent_TC, w.attention.kv_norm):
+            latent_TC, weight = rms_norm(latent_TC, w.attention.kv_norm, NORM_EPS)[0], None
         rows = self.cache.layers[layer], step.slots, latent_TC, rope_TR
         write_and_rotate(*rows, weight, NORM_EPS, *cos_sin, q_THX, q_THW)
         q_THC, q_THN, w_k = q_THW[..., : c.kv_lora_rank], q_THX[..., : c.qk_nope_head_dim], w.attention.w_k
         self.gemms.heads_nt(q_THN, w_k, q_THC)
-        if not self.gemms.batch_invariant:
-            # latents were written one kernel earlier, for which octile's product has waited before attention starts
-            with only_activations_are_new() if has_product_kernel(q_THC, q_THN, w_k) else nullcontext():
-                o_THC = self._latents_of_pages(q_THW, self._top_k_of_pages(None, layer, step), layer, step)
-            return self.gemms.heads_rows(o_THC, w.attention.w_v, w.attention.o)
+        # latents were written one kernel earlier, for which octile's product has waited before attention starts
+        with only_activations_are_new() if has_product_kernel(q_THC, q_THN, w_k) else nullcontext():
+            parts = self._latents_of_pages(q_THW, self._top_k_of_pages(None, layer, step), layer, step)
+        if len(parts) == 1:
+            return self.gemms.heads_rows(parts[0][1], w.attention.w_v, w.attention.o)
         out_TV = q_THX.new_empty(len(q_THX), self.n_heads * c.v_head_dim)
-        self._attend_to_pages(q_THW, None, layer, w.attention, step, out_TV.unflatten(-1, (self.n_heads, -1)))
+        self._multiply_by_w_v(parts, w.attention, out_TV.unflatten(-1, (self.n_heads, -1)))
         return self.gemms.rows_for(out_TV, w.attention.o)
 
     def query_width(self, w: AttentionWeights) -> int:
@@ -408,23 +409,31 @@ class Attention:
         self, q_THW: Tensor, index: IndexQueries | None, layer: int, w: AttentionWeights, step: Step, out_THV: Tensor
     ) -> None:
         """Attend from absorbed queries to the rows' pages, and write the result times W_UV to out."""
-        top_k_TK = self._top_k_of_pages(index, layer, step)
-        if not self.gemms.batch_invariant or top_k_TK is not None:
-            self.gemms.heads_nt(self._latents_of_pages(q_THW, top_k_TK, layer, step), w.w_v, out_THV)
-            return
+        parts = self._latents_of_pages(q_THW, self._top_k_of_pages(index, layer, step), layer, step)
+        self._multiply_by_w_v(parts, w, out_THV)
+
+    def _multiply_by_w_v(self, parts: Sequence[tuple[slice, Tensor]], w: AttentionWeights, out_THV: Tensor) -> None:
+        for rows, o_THC in parts:
+            self.gemms.heads_nt(o_THC, w.w_v, out_THV[rows])
+
+    def _latents_of_pages(
+        self, q_THW: Tensor, top_k_TK: Tensor | None, layer: int, step: Step
+    ) -> list[tuple[slice, Tensor]]:
+        """Attend from absorbed queries to the rows' pages, or to top-k positions in them.
+
+        Returns:
+            which rows, and their results [·, H, C]: rows that stand alone attend apart from those in texts.
+        """
+        cached, c, scale = self.cache.layers[layer], self.config.kv_lora_rank, self.softmax_scale
+        if top_k_TK is not None:
+            splits = SPLITS if self.gemms.batch_invariant else 0
+            return [(slice(None), paged_sparse_attention(q_THW, cached, step.pages, top_k_TK, c, scale, splits))]
+        parts, part = list[tuple[slice, Tensor]](), PART if self.gemms.batch_invariant else 0
         for rows, n in ((slice(step.first_text), 1), (slice(step.first_text, None), step.rows_per_text)):
             if len(q := q_THW[rows]):
                 text = step.pages[rows], step.lengths[rows]
-                attend(q, self.cache.layers[layer], *text, w.w_v, self.softmax_scale, out_THV[rows], n)
-
-    def _latents_of_pages(self, q_THW: Tensor, top_k_TK: Tensor | None, layer: int, step: Step) -> Tensor:
-        """Attend from absorbed queries to the rows' pages, or to top-k positions in them: [T, H, C]."""
-        cached, c, scale = self.cache.layers[layer], self.config.kv_lora_rank, self.softmax_scale
-        if top_k_TK is None:
-            n = step.rows_per_text
-            return paged_attention(q_THW, cached, step.pages, step.lengths, c, scale, rows_per_text=n)
-        splits = SPLITS if self.gemms.batch_invariant else 0
-        return paged_sparse_attention(q_THW, cached, step.pages, top_k_TK, c, scale, splits)
+                parts.append((rows, paged_attention(q, cached, *text, c, scale, part, n)))
+        return parts
 
     def _top_k_of_pages(self, index: IndexQueries | None, layer: int, step: Step) -> Tensor | None:
         """Return the top-k positions of decode rows, int32 [T, K], or those that the layer shares; None: all."""

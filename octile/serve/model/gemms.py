@@ -28,7 +28,7 @@ from octile.ops.grouped import grouped_matmul_nt_out
 from octile.ops.high_precision import high_precision_grouped_nt
 from octile.ops.matmul import Block, matmul_nt, matmul_nt_out
 from octile.ops.norm import rms_norm, rms_norm_quantize
-from octile.ops.paged_attention import heads_nt_out, heads_nt_quantize
+from octile.ops.paged_attention import has_quantizing_kernel, heads_nt_out, heads_nt_quantize
 from octile.ops.quantize import quantize
 from octile.ops.row_invariant import (
     row_invariant_groups_nt,
@@ -158,7 +158,7 @@ class Gemms:
 
     def heads_rows(self, x_THK: Tensor, w_HNK: Tensor, w: Weight) -> Rows:
         """Multiply each head of rows by its own weight, and return the results [T, H·N] as a weight reads them."""
-        if isinstance(w, ScaledTensor) and not self.batch_invariant:
+        if isinstance(w, ScaledTensor) and (not self.batch_invariant or has_quantizing_kernel(x_THK, w_HNK)):
             data, scale = heads_nt_quantize(x_THK, w_HNK, self.power_of_2)
             return Rows(None, ScaledTensor(data, scale, TILE))
         out_THN = x_THK.new_empty(*x_THK.shape[:2], w_HNK.shape[1])

@@ -2,7 +2,11 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from torch import Tensor
 
+from octile.kernels.cuda.quantize.launcher import norm_parts
 from octile.kernels.triton import decode_latents as kernel
 from octile.ops.latent_cache import read_latents, write_and_rotate
 from tests.kernels.triton.comparison import extreme
@@ -64,3 +68,33 @@ def test_no_rows_launch_nothing():
         cache, torch.zeros(0, dtype=torch.int64), latent, rope, torch.ones(16), 1e-6, empty, empty, q, absorbed
     )
     assert not cache.any()
+
+
+@triton.jit
+def sum_of_squares(x, out, C: tl.constexpr, UNITS: tl.constexpr):
+    row = tl.program_id(0)
+    tl.store(out + row, kernel._sum_of_squares(x + row * C, C, UNITS, 1))
+
+
+def as_rms_norm_adds(x: Tensor, units: int) -> Tensor:
+    """The sums of squares of rows that one warp of rms_norm.cu has: BF16 squares are exact in FP32."""
+    padded = torch.zeros(len(x), units * 256)
+    padded[:, : x.shape[1]] = x
+    sums = torch.zeros(len(x), 32)
+    for of_lanes in padded.view(len(x), units, 32, 8).unbind(1):
+        for channel in of_lanes.unbind(2):
+            sums = sums + channel * channel
+    for half in (16, 8, 4, 2, 1):
+        sums = sums[:, :half] + sums[:, half:]
+    return sums[:, 0]
+
+
+@any_gpu
+@pytest.mark.parametrize("c", [8, 136, 512, 1000])
+def test_squares_are_added_in_the_order_of_rms_norm(c: int):
+    torch.manual_seed(c)
+    x, out = (torch.randn(20, c) * torch.randn(20, c).exp()).bfloat16(), torch.zeros(20)
+    units, warps = norm_parts(c)
+    assert warps == 1
+    sum_of_squares[(len(x),)](x, out, C=c, UNITS=units)
+    assert torch.equal(out, as_rms_norm_adds(x.float(), units))
