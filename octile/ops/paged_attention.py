@@ -18,9 +18,9 @@ unspecified otherwise. The softmax's weights are rounded to q's dtype, or to FP1
 multiplied, and with more than 32 heads a GPU may round the latents of FP8 rows to q's dtype, too.
 
 The products of a head sum in unspecified order. Those of few rows are short, and most of their time is launching and
-waiting: on Hopper they have kernels of their own, which load the weights while the previous kernel still runs, and sum
-over K in the order of `octile.ops.row_invariant`. Results are rounded to the rows' dtype before they are quantized, so
-one call has the bits of two.
+waiting: on Hopper they have kernels of their own, which load the weights while the previous kernel still runs. These
+kernels sum over K in the order of `octile.ops.row_invariant`. Results are rounded to the rows' dtype before they are
+quantized, so one call has the bits of two.
 
 Source: DeepSeek-V2 (arXiv 2405.04434) §2.1.2; Flash-Decoding; FlashMLA (https://github.com/deepseek-ai/FlashMLA).
 Shapes: R rows, in products T; H heads, K and N the columns of a head's rows and of its results; C channels of a latent,

@@ -42,11 +42,17 @@ __device__ __forceinline__ uint8_t* tile_of(uint8_t* shared, int which, int inde
 }
 
 // One warp loads pages in BF16: tiles of 64 rows and channels.
+//
+// With config::loads_early it loads the first pair before it waits for the previous kernel. With config::prefetches the next
+// pair is on its way to the L2 cache while a pair is loaded: there is no room for it in shared memory yet, and the cache is
+// read from memory once.
 struct Loader {
     uint8_t* const shared;
     Barriers& barriers;
     const TensorMap* const map;
+    const uint8_t* const cache;
     uint32_t parity[2] = {1, 1};  // the buffers are empty at first
+    bool waits = config::loads_early, has_loaded = false;
 
     __device__ __forceinline__ void load(int which, Part part, int page) {
         barriers.empty[which][part].wait(parity[which]);
@@ -61,10 +67,13 @@ struct Loader {
         const int lane = ptx::lane_id();
         int ids = 0;
         for (int page = 0; page < n_pages; page += 2) {
+            if (has_loaded) end();  // only then are buffers emptied
+            has_loaded = true;
             if (page % 32 == 0) ids = page + lane < n_pages ? pages[page + lane] : 0;
             const int first = __shfl_sync(all_lanes, ids, page % 32), second = __shfl_sync(all_lanes, ids, page % 32 + 1);
             const bool pair = page + 1 < n_pages;
             if (lane == 0) {
+                if (config::prefetches) prefetch(pages, page + 2, n_pages), prefetch(pages, page + 3, n_pages);
                 load(0, rotary_part, first);
                 load(0, left, first);
                 if (pair) load(1, right, second);
@@ -76,6 +85,16 @@ struct Loader {
             parity[0] ^= 1;
             parity[1] ^= pair;
         }
+    }
+
+    __device__ __forceinline__ void prefetch(const int* pages, int page, int n_pages) const {
+        constexpr int page_bytes = page_rows * 2 * width;
+        if (page < n_pages) ptx::bulk_prefetch(cache + static_cast<int64_t>(pages[page]) * page_bytes, page_bytes);
+    }
+
+    __device__ __forceinline__ void end() {
+        if (waits) ptx::wait_for_previous();
+        waits = false;
     }
 };
 
