@@ -10,8 +10,7 @@
 //
 // NOTES
 // - The first vectors of the gate's weight are loaded before what the rows depend on has run.
-#include "choice.cuh"
-#include "fragments.cuh"
+#include "gate_part.cuh"
 #include "routes.cuh"
 #include "row_norm.cuh"
 #include "tile.cuh"
@@ -19,7 +18,7 @@
 constexpr int num_rows = config::rows, k = config::columns, gate_warps = config::warps, gate_threads = 32 * gate_warps;
 constexpr int step = 8 * gate_threads, x_vectors = (k + step - 1) / step;  // of a row of x, in a thread
 constexpr int gate_vectors = 8, chunk = gate_vectors * 32 * 8;  // columns of the gate's weight that a warp holds
-constexpr int part = config::part, parts = (k + part - 1) / part, expert_tiles = (experts + tile_rows - 1) / tile_rows;
+constexpr int units = expert_tiles * column_parts;  // of which each warp takes one after the other, if row_invariant
 static_assert(!config::row_invariant || num_rows == 1);
 
 // The choice of all rows in shared memory.
@@ -31,7 +30,7 @@ struct alignas(8) Choice {
 };
 
 struct alignas(16) GateShared {
-    float sums[num_rows][gate_warps], logits[config::row_invariant ? parts : num_rows][experts];
+    float sums[num_rows][gate_warps], logits[config::row_invariant ? column_parts : num_rows][experts];
     Choice choice;
     alignas(16) uint16_t normed[num_rows][k];  // as the gate reads it: bfloat16
 };
@@ -70,37 +69,6 @@ __device__ __forceinline__ void list_active(Choice& choice) {
     choice.count = count;
 }
 
-// The gate's weights of 16 experts in a part of the columns, as operand A of mma.
-struct GatePart {
-    static constexpr int steps = part / 16;
-    uint2 bytes[steps][2];  // [16 columns][row], the lane's columns from 4 · member on
-
-    __device__ __forceinline__ void load(const Lane& lane, const uint16_t* gate, int unit) {
-        const int first = unit / parts * tile_rows, begin = unit % parts * part + 4 * lane.member;
-        const uint16_t* top = gate + static_cast<int64_t>(min(first + lane.group, experts - 1)) * k + begin;
-        const uint16_t* bottom = gate + static_cast<int64_t>(min(first + lane.group + 8, experts - 1)) * k + begin;
-#pragma unroll
-        for (int s = 0; s < steps; ++s) {
-            const bool inside = begin + 16 * s < k;
-            bytes[s][0] = ptx::load_8(top + 16 * s, inside);
-            bytes[s][1] = ptx::load_8(bottom + 16 * s, inside);
-        }
-    }
-
-    // The product with x [k] bfloat16 in shared memory, in the lanes of member 0: d[0] and d[2].
-    __device__ __forceinline__ void multiply(float (&d)[4], const Lane& lane, const uint16_t* x, int unit) const {
-        const int begin = unit % parts * part;
-        d[0] = d[1] = d[2] = d[3] = 0.0f;
-#pragma unroll
-        for (int s = 0; s < steps; ++s) {
-            if (begin + 16 * s >= k) break;
-            uint2 four = make_uint2(0, 0);
-            if (lane.group == 0) four = *reinterpret_cast<const uint2*>(x + begin + 16 * s + 4 * lane.member);
-            ptx::mma_bf16(d, bytes[s][0].x, bytes[s][1].x, bytes[s][0].y, bytes[s][1].y, four.x, four.y);
-        }
-    }
-};
-
 // x: [rows, k] bfloat16, contiguous. weight: [k], of the norm. gate: [experts, k], contiguous. bias: [experts], or any
 // address if there is none. data: [rows, k]. scale: [rows, k/128], contiguous along rows, padded to 4. expert_of:
 // [rows, chosen].
@@ -120,8 +88,11 @@ mixture_gate(const uint8_t* x, const uint8_t* weight, const uint8_t* gate, const
     Vec8<config::weight_dtype> of_norm[x_vectors];
     GatePart of_part;
     const Lane at;
+    auto load_unit = [&](int unit) {
+        of_part.load(at, reinterpret_cast<const uint16_t*>(gate), unit / column_parts, unit % column_parts);
+    };
     if constexpr (config::row_invariant) {
-        if (first_unit < expert_tiles * parts) of_part.load(at, reinterpret_cast<const uint16_t*>(gate), first_unit);
+        if (first_unit < units) load_unit(first_unit);
     } else {
 #pragma unroll
         for (int v = 0; v < gate_vectors; ++v) of_gate[v] = gate_of(first_expert, v * 256 + lane * 8);
@@ -188,15 +159,23 @@ mixture_gate(const uint8_t* x, const uint8_t* weight, const uint8_t* gate, const
     __syncthreads();
 
     if constexpr (config::row_invariant) {
-        for (int unit = first_unit; unit < expert_tiles * parts; unit += config::cluster * gate_warps) {
-            if (unit != first_unit) of_part.load(at, reinterpret_cast<const uint16_t*>(gate), unit);
-            float d[4];
-            of_part.multiply(d, at, shared.normed[0], unit);
-            const int expert = unit / parts * tile_rows + at.group;
+        for (int unit = first_unit; unit < units; unit += config::cluster * gate_warps) {
+            if (unit != first_unit) load_unit(unit);
+            const int begin = unit % column_parts * part_columns;
+            float d[4] = {};  // of the one row: in the lanes of member 0, d[0] and d[2]
+#pragma unroll
+            for (int s = 0; s < GatePart::steps; ++s) {
+                if (begin + 16 * s >= k) break;
+                uint2 four = make_uint2(0, 0);
+                if (at.group == 0)
+                    four = *reinterpret_cast<const uint2*>(&shared.normed[0][begin + 16 * s + 4 * at.member]);
+                of_part.multiply(d, s, four);
+            }
+            const int expert = unit / column_parts * tile_rows + at.group;
 #pragma unroll
             for (int h = 0; h < 2; ++h)
                 if (at.member == 0 && expert + 8 * h < experts)
-                    ptx::store_cluster(ptx::cluster_address(&shared.logits[unit % parts][expert + 8 * h], 0),
+                    ptx::store_cluster(ptx::cluster_address(&shared.logits[unit % column_parts][expert + 8 * h], 0),
                                        __float_as_uint(d[2 * h]));
         }
     } else {
@@ -239,7 +218,7 @@ mixture_gate(const uint8_t* x, const uint8_t* weight, const uint8_t* gate, const
                 if constexpr (!config::row_invariant) return shared.logits[r][e];
                 float sum = 0.0f;
 #pragma unroll
-                for (int p = 0; p < parts; ++p) sum = __fadd_rn(sum, shared.logits[p][e]);
+                for (int p = 0; p < column_parts; ++p) sum = __fadd_rn(sum, shared.logits[p][e]);
                 return sum;
             };
             const Chosen own = choose(logit_of, bias, factor, weight_eps);
