@@ -116,8 +116,7 @@ __device__ __forceinline__ Chosen choose(Logit logit_of, const float* bias, floa
         float of_best = 0.0f;
 #pragma unroll
         for (int i = 0; i < per_lane; ++i) {
-            if (e / 32 == i) of_best = logit[i];
-            if (e == lane + 32 * i) order[i] = absent;
+            if (e == lane + 32 * i) of_best = logit[i], order[i] = absent;
         }
         of_best = __shfl_sync(all_lanes, of_best, e % 32);
         if (lane == k) own = e, own_logit = of_best;
