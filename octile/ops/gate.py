@@ -27,6 +27,9 @@ pass one kernel computes the gradient of the logits and splits it. With many tok
 Hopper for up to 64 experts, elsewhere for up to 16: in forward one kernel multiplies, adds and chooses, and in backward
 one reads x and writes dx. On Hopper one kernel also splits the weight for few tokens, multiplies, and chooses.
 
+If row_invariant, one kernel of Triton multiplies, by parts of D that a second one adds where there are few tokens, and
+a third one chooses. On Hopper one kernel does all that for few tokens and a weight in BF16, with the same bits.
+
 The choice is a token's K experts with the highest scores, within its best groups of experts. Among equal scores the
 expert with the lower index comes first, so that every device chooses the same experts. NaN is above all numbers.
 `top_experts` is the specification: the gate's kernels choose by the same order.
@@ -42,7 +45,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octile.kernels import backends
-from octile.kernels.cuda.gate import choice
+from octile.kernels.cuda.gate import choice, few_rows
 from octile.kernels.terms import TERMS
 from octile.ops.matmul import without_autocast
 from octile.ops.operator import operator
@@ -120,6 +123,8 @@ def _(
         return kernel.launch(logits, bias, *settings, len(weight), row_invariant)
     if not row_invariant:
         return backends.run("gate", x, weight, bias, *settings)
+    if few_rows.why_unsupported(x, weight, bias, *settings, row_invariant=True) is None:
+        return few_rows.launch(x, weight, bias, *settings, row_invariant=True)
     products = kernel.row_invariant_products(x, weight)
     if choice.why_unsupported(products, bias, settings, len(weight)):
         return kernel.launch(products, bias, *settings, len(weight), row_invariant)

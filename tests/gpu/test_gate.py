@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from octile.kernels.cuda.gate import choice, few_rows
 from octile.kernels.terms import DY_TERMS, TERMS
 from octile.ops.gate import (
     bfloat16_terms,
@@ -101,11 +102,11 @@ def test_experts_are_chosen_by_logits_in_parts(settings: tuple[Any, ...]):
 
 
 @every_setting
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_row_of_the_row_invariant_gate_has_the_same_bits_among_any_others(settings: tuple[Any, ...], dtype):
+@pytest.mark.parametrize(("dtype", "d"), [(torch.bfloat16, 1096), (torch.bfloat16, 1100), (torch.float32, 1100)])
+def test_a_row_of_the_row_invariant_gate_has_the_same_bits_among_any_others(settings: tuple[Any, ...], dtype, d: int):
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1000, 1100, generator=generator).to(dtype).cuda()
-    w = torch.randn(E, 1100, generator=generator).bfloat16().cuda()
+    x = torch.randn(1000, d, generator=generator).to(dtype).cuda()
+    w = torch.randn(E, d, generator=generator).bfloat16().cuda()
     together = gate(x, w, None, *settings, True)
     torch.testing.assert_close(together[2], x.float() @ w.float().mT, rtol=1e-4, atol=1e-3)
     for first, end in ((0, 1), (3, 5), (7, 200), (999, 1000)):
@@ -113,6 +114,51 @@ def test_a_row_of_the_row_invariant_gate_has_the_same_bits_among_any_others(sett
             found = gate(x[first:end], weight, None, *settings, True)
             for rows, of_all in zip(found, together, strict=True):
                 assert torch.equal(rows, of_all[first:end])
+
+
+@pytest.mark.parametrize("setting", ["V3", "softmax, normalized"])
+@pytest.mark.parametrize("d", [1096, 2048, 5120, 7168])
+@pytest.mark.parametrize("n_experts", [64, 160, 256])
+@pytest.mark.parametrize("t", [2, 8, 9, 33, 64, 65, 200, 256])
+def test_few_rows_of_the_row_invariant_gate_have_the_bits_of_separate_kernels(
+    t: int, n_experts: int, d: int, setting: str
+):
+    x, w = of_mixed_magnitudes(t, d), of_mixed_magnitudes(n_experts, d)
+    bias = torch.linspace(-0.2, 0.2, n_experts).cuda() if setting == "V3" else None
+    assert_bits_of_separate_kernels(x, w, bias, SETTINGS[setting])
+
+
+@every_setting
+def test_nan_and_infinity_in_few_rows_of_the_row_invariant_gate_are_those_of_separate_kernels(settings):
+    x, w = of_mixed_magnitudes(33, 2048), of_mixed_magnitudes(E, 2048)
+    x[0, 5], x[9], x[17, 2045] = float("nan"), float("inf"), float("-inf")
+    assert_bits_of_separate_kernels(x, w, None, settings)
+
+
+def of_mixed_magnitudes(rows: int, columns: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    exponents = torch.randint(-20, 8, (rows, columns), generator=generator)
+    return (torch.randn(rows, columns, generator=generator) * exponents.float().exp2()).bfloat16().cuda()
+
+
+def assert_bits_of_separate_kernels(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, settings: tuple[Any, ...]
+) -> None:
+    """Compare one launch of Hopper's gate with Triton's products in parts and Hopper's choice by them; NaN is equal."""
+    from octile.kernels.triton import gate as kernel
+
+    if (why := few_rows.why_unsupported(x, w, bias, *settings, row_invariant=True)) is not None:
+        pytest.skip(why)
+    found = few_rows.launch(x, w, bias, *settings, row_invariant=True)
+    expected = choice.launch(kernel.row_invariant_products(x, w), bias, settings, len(w))
+    different = []
+    for ours, theirs in zip(found, expected, strict=True):
+        bits = [t if t.dtype == torch.int64 else t.view(torch.int32) for t in (ours, theirs)]
+        different.append(((bits[0] != bits[1]) & ~(ours.isnan() & theirs.isnan())).any(1).nonzero().flatten().tolist())
+    of_weights, of_experts, of_logits = different
+    assert not of_logits, f"logits of the rows {of_logits} differ"
+    assert not of_experts, f"the logits are equal, but not the experts of the rows {of_experts}"
+    assert not of_weights, f"logits and experts are equal, but not the weights of the rows {of_weights}"
 
 
 @every_setting

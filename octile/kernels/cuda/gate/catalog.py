@@ -18,10 +18,16 @@ def plans() -> dict[str, LaunchPlan]:
     few, many = empty(16, 768, dtype=fp32), empty(64, 2048, dtype=fp32)
     v3 = few_rows.plan(256, 7168, 256, fp32, (8, 8, 4, 2, "sigmoid", True, 2.5), True)
     v2_lite = few_rows.plan(32, 2048, 64, bf16, (6, 1, 1, 1, "softmax", False, 1.0), False)
+    v3_exact = few_rows.plan(256, 7168, 256, bf16, (8, 8, 4, 2, "sigmoid", True, 2.5), True, True)
+    v2_lite_exact = few_rows.plan(32, 2048, 64, bf16, (6, 1, 1, 1, "softmax", False, 1.0), False, True)
     threads = 32 * few_rows.WARPS
     return {
         "gate of V3, few rows": LaunchPlan("gate_few_rows", v3, {}, few_rows.grid(256), threads, ()),
         "gate of V2-Lite, few rows, BF16": LaunchPlan("gate_few_rows", v2_lite, {}, few_rows.grid(32), threads, ()),
+        "gate of V3, few rows, exact": LaunchPlan("gate_few_rows", v3_exact, {}, few_rows.grid(256), threads, ()),
+        "gate of V2-Lite, few rows, exact": LaunchPlan(
+            "gate_few_rows", v2_lite_exact, {}, few_rows.grid(32), threads, ()
+        ),
         "gate of 16 experts in groups": launcher.plan(x_few, few, 4, 4, 2, 2, False, True, True),
         "gate of 64 experts": launcher.plan(x_many, many, 6, 1, 1, 1, False, True, True),
         "gate of 64 experts, softmax": launcher.plan(x_many, many, 6, 1, 1, 1, True, False, False),

@@ -9,21 +9,25 @@ from torch import Tensor
 from octile.kernels.cuda.gate import few_rows
 from octile.kernels.cuda.gemm import request
 from octile.kernels.cuda.jit.launch import overlapping_launches
+from octile.kernels.row_invariant import CHUNK
+from octile.lab.tensor_core import tensor_core_matmul
 from octile.ops.gate import route
 from octile.routing import EPS
-from tests.kernels.cuda.gate.test_choice import CHOICES
+from tests.kernels.cuda.gate.test_choice import CHOICES, choose
 from tools import emulator
 from tools.emulator import build
 
 emulated = pytest.mark.skipif(build.compiler() is None, reason="the emulator needs a C++ compiler")
 
 
-def gate(x: Tensor, weight: Tensor, bias: Tensor | None, how, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def gate(
+    x: Tensor, weight: Tensor, bias: Tensor | None, how, seed: int = 0, row_invariant: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Weights, experts and logits of a kernel that begins before the previous one has written x."""
     (t, d), e = x.shape, len(weight)
     found = torch.full((t, how[0]), math.nan), torch.full((t, how[0]), -1), torch.full((t, e), math.nan)
     with overlapping_launches():
-        constants = few_rows.plan(t, d, e, weight.dtype, how, bias is not None)
+        constants = few_rows.plan(t, d, e, weight.dtype, how, bias is not None, row_invariant)
     emulator.run(
         "gate_few_rows",
         constants,
@@ -34,6 +38,7 @@ def gate(x: Tensor, weight: Tensor, bias: Tensor | None, how, seed: int = 0) -> 
         arguments=[x, weight, 0 if bias is None else bias, found[2], *found[:2], how[-1], EPS, x.stride(0), t],
         previous=[x],
         seed=seed,
+        arithmetic="hopper" if row_invariant else "float32",
     )
     return found
 
@@ -82,6 +87,50 @@ def test_a_row_of_nan_stays_a_row():
     assert weights[[0, 1, 3]].isfinite().all()
 
 
+@emulated
+@pytest.mark.parametrize(
+    ("name", "t", "d", "e"),
+    [
+        ("V2-Lite", 2, 1096, 70),  # parts that end in the middle of 16 columns
+        ("V3", 9, 520, 64),
+        ("V2", 17, 8, 16),  # thread blocks without a unit
+        ("softmax, normalized", 70, 1032, 40),
+        ("V3", 3, 2312, 256),  # more units than warps
+    ],
+)
+def test_row_invariant_logits_have_the_bits_of_sums_in_parts(name: str, t: int, d: int, e: int):
+    x, weight = _of_mixed_magnitudes(t, d), _of_mixed_magnitudes(e, d, seed=1)
+    bias = torch.linspace(-0.2, 0.2, e) if name == "V3" else None
+    found = gate(x, weight, bias, CHOICES[name], t, row_invariant=True)
+    logits = torch.zeros(t, e)
+    for part in range(0, d, CHUNK):
+        columns = slice(part, part + CHUNK)
+        logits += tensor_core_matmul(x[:, columns], weight[:, columns], arch="sm_90_mma")
+    assert_same_bits(found, choose(logits, bias, CHOICES[name], e))
+
+
+@emulated
+def test_a_row_invariant_row_has_the_same_bits_alone_and_among_any_others():
+    x, weight = _of_mixed_magnitudes(70, 1096), _of_mixed_magnitudes(64, 1096, seed=1)
+    x[3], x[65] = math.nan, math.inf
+    together = gate(x, weight, None, CHOICES["V2-Lite"], row_invariant=True)
+    for rows in (slice(65, 66), slice(2, 12)):
+        alone = gate(x[rows].clone(), weight, None, CHOICES["V2-Lite"], row_invariant=True)
+        assert_same_bits(alone, tuple(of_all[rows] for of_all in together))
+
+
+def _of_mixed_magnitudes(rows: int, columns: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-12, 3, (rows, columns), generator=generator)
+    return (torch.randn(rows, columns, generator=generator) * exponents.float().exp2()).bfloat16()
+
+
+def assert_same_bits(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for name, ours, theirs in zip(("weights", "experts", "logits"), found, expected, strict=True):
+        integer = torch.int32 if ours.dtype == torch.float32 else ours.dtype  # NaN is equal to itself
+        assert torch.equal(ours.view(integer), theirs.view(integer)), name
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -90,11 +139,22 @@ def test_a_row_of_nan_stays_a_row():
         ({"weight": torch.zeros(16, 64).half()}, "torch.float16"),
         ({"bias": torch.zeros(16).bfloat16()}, "bias"),
         ({"x": torch.zeros(8, 68).bfloat16()[:, :60], "weight": torch.zeros(16, 60)}, "rows of x"),
+        ({"row_invariant": True}, "torch.float32, not bfloat16"),
+        (
+            {
+                "x": torch.zeros(8, 2**16).bfloat16(),
+                "weight": torch.zeros(256, 2**16).bfloat16(),
+                "row_invariant": True,
+            },
+            "65536 columns do not fit",
+        ),
+        ({"weight": torch.zeros(16, 64).bfloat16(), "row_invariant": True}, None),
         ({}, None),
     ],
 )
 def test_what_is_not_supported_has_a_reason(monkeypatch, change, why):
     monkeypatch.setattr(request, "why_not_on", lambda device: None)
-    tensors = {"x": torch.zeros(8, 64).bfloat16(), "weight": torch.zeros(16, 64), "bias": None} | change
-    found = few_rows.why_unsupported(*tensors.values(), *CHOICES["V3"])
+    operands = {"x": torch.zeros(8, 64).bfloat16(), "weight": torch.zeros(16, 64), "bias": None} | change
+    row_invariant = operands.pop("row_invariant", False)
+    found = few_rows.why_unsupported(*operands.values(), *CHOICES["V3"], row_invariant=row_invariant)
     assert found is None if why is None else why in found
