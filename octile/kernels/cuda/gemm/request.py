@@ -53,8 +53,8 @@ class GemmRequest:
         promote: the accumulator is promoted every 128 along K; False needs one scale an operand.
         zero_rest: rows after the last group are set to zero; otherwise they are not written.
         expected_rows: rows that are used of a masked group, which helps to choose a kernel; 0: not known.
-        row_invariant: the sums of a row have the same order for any M, so that a dense GEMM does not split K, and a
-            result is rounded before it is added to out.
+        row_invariant: a row is summed in the same order for any M, so that a dense GEMM does not split K, and a result
+            is rounded before it is added to out.
     """
 
     schedule: Schedule
