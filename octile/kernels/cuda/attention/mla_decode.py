@@ -280,7 +280,7 @@ def _plan_few(heads: int, is_fp8: bool) -> _Specialized:
     constants: dict[str, int | bool] = {
         "heads": heads, "fp8": is_fp8, "stages": stages, "exchanged": _exchanged(heads, is_fp8),
         "together": 32 // heads, "shared_bytes": _shared_bytes(heads, is_fp8, stages),
-        "loads_early": loads_others_early(),
+        "loads_early": loads_others_early(), "prefetches": True,
     }  # fmt: skip
     headers = {
         "wgmma.cuh": wgmma.header(heads, "bf16", "bf16"),

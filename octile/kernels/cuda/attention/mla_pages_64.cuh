@@ -44,8 +44,8 @@ __device__ __forceinline__ uint8_t* tile_of(uint8_t* shared, int which, int inde
 // One warp loads pages in BF16: tiles of 64 rows and channels.
 //
 // With config::loads_early it loads the first pair before it waits for the previous kernel. With config::prefetches the next
-// pair is on its way to the L2 cache while a pair is loaded: there is no room for it in shared memory yet, and the cache is
-// read from memory once.
+// pair, for which there is no room in shared memory yet, comes to the L2 cache while a pair is multiplied. It is requested
+// after that pair, since a thread block's requests are carried out in their order.
 struct Loader {
     uint8_t* const shared;
     Barriers& barriers;
@@ -66,6 +66,7 @@ struct Loader {
     __device__ __forceinline__ void load_item(const int* pages, int n_pages) {
         const int lane = ptx::lane_id();
         int ids = 0;
+        if (has_loaded) prefetch_pair(pages, 0, n_pages);
         for (int page = 0; page < n_pages; page += 2) {
             if (has_loaded) end();  // only then are buffers emptied
             has_loaded = true;
@@ -73,7 +74,6 @@ struct Loader {
             const int first = __shfl_sync(all_lanes, ids, page % 32), second = __shfl_sync(all_lanes, ids, page % 32 + 1);
             const bool pair = page + 1 < n_pages;
             if (lane == 0) {
-                if (config::prefetches) prefetch(pages, page + 2, n_pages), prefetch(pages, page + 3, n_pages);
                 load(0, rotary_part, first);
                 load(0, left, first);
                 if (pair) load(1, right, second);
@@ -81,15 +81,19 @@ struct Loader {
                 if (pair) load(1, left, second);
                 if (pair) load(1, rotary_part, second);
             }
+            prefetch_pair(pages, page + 2, n_pages);
             __syncwarp();
             parity[0] ^= 1;
             parity[1] ^= pair;
         }
     }
 
-    __device__ __forceinline__ void prefetch(const int* pages, int page, int n_pages) const {
+    // By two lanes.
+    __device__ __forceinline__ void prefetch_pair(const int* pages, int first, int n_pages) const {
         constexpr int page_bytes = page_rows * 2 * width;
-        if (page < n_pages) ptx::bulk_prefetch(cache + static_cast<int64_t>(pages[page]) * page_bytes, page_bytes);
+        const int page = first + ptx::lane_id();
+        if (config::prefetches && page < min(first + 2, n_pages))
+            ptx::bulk_prefetch(cache + static_cast<int64_t>(pages[page]) * page_bytes, page_bytes);
     }
 
     __device__ __forceinline__ void end() {
