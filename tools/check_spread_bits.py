@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 2 -m tools.check_spread_bits small                # two GPUs
 
 A trainer whose experts are spread takes some steps under the recipe `exact`, and its weights are written as a folder.
-An engine over the same ranks samples texts, each rank its own. A trainer that begins with the folder, spread as well,
-and one process with the whole model compute the log-probabilities of these texts again. The exit status is 1 if one of
-them has other bits.
+An engine over the same ranks samples texts, each rank its own, and gives the log-probabilities of prompts, too. A
+trainer that begins with the folder, spread as well, and one process with the whole model compute those of these texts
+again. The exit status is 1 if one of them has other bits.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from octile.train.config import ParallelConfig, TrainConfig, preset
 from octile.train.trainer import Trainer
 from tools.measure_ranks import random_store
 
-N_RANKS, STEPS, TEXTS, NEW_TOKENS = 2, 12, 64, 128
+N_RANKS, STEPS, NEW_TOKENS = 2, 12, 128
 
 
 def write_folder(trainer: Trainer, tokenizer: Tokenizer, folder: Path, ranks: Ranks) -> None:
@@ -57,8 +58,10 @@ def write_folder(trainer: Trainer, tokenizer: Tokenizer, folder: Path, ranks: Ra
     dist.barrier()
 
 
-def generate(folder: Path, vocabulary: int, device: torch.device, rank: int) -> list[tuple[list[int], Tensor]]:
-    """Sample texts of this rank over all ranks: each with the log-probabilities of its last NEW_TOKENS tokens."""
+def generate(
+    folder: Path, vocabulary: int, n_texts: int, device: torch.device, rank: int
+) -> list[tuple[list[int], Tensor]]:
+    """Sample texts of this rank over all ranks: each with the log-probabilities of all its tokens but the first."""
     opened, parallel = Folder.open(folder), ServedParallel(ep=N_RANKS)
     opened.check_parallel(parallel, batch_invariant=True)
     engine, _ = opened.load_expert_parallel(
@@ -72,9 +75,9 @@ def generate(folder: Path, vocabulary: int, device: torch.device, rank: int) -> 
         engine.warm_up()
     tokens: dict[int, list[int]] = {}
     log_probs: dict[int, list[float]] = {}
-    for i in range(TEXTS):
+    for i in range(n_texts):
         prompt = [(13 * i + 7 * j + 101 * rank) % vocabulary for j in range(1 + (37 * i + 11 * rank) % 200)]
-        sampling = Sampling(NEW_TOKENS, 1.0, seed=1000 * rank + i, ignore_eos=True, logprobs=0)
+        sampling = Sampling(NEW_TOKENS, 1.0, seed=1000 * rank + i, ignore_eos=True, logprobs=0, prompt_logprobs=0)
         number = engine.engine.add(prompt, sampling).id
         tokens[number], log_probs[number] = prompt, []
     while (outputs := engine.step()) is not None:
@@ -82,7 +85,7 @@ def generate(folder: Path, vocabulary: int, device: torch.device, rank: int) -> 
             if output.error is not None:
                 raise RuntimeError(output.error)
             tokens[output.request_id].extend(output.tokens)
-            log_probs[output.request_id].extend(each.logprob for each in output.logprobs or ())
+            log_probs[output.request_id].extend(each.logprob for each in (*output.prompt_logprobs, *output.logprobs))
     engine.close()
     return [(tokens[number], torch.tensor(log_probs[number])) for number in tokens]
 
@@ -90,12 +93,19 @@ def generate(folder: Path, vocabulary: int, device: torch.device, rank: int) -> 
 @torch.no_grad()
 def compute(model: DeepseekV3, texts: list[tuple[list[int], Tensor]], device: torch.device) -> list[Tensor]:
     ids = (torch.tensor([tokens], device=device) for tokens, _ in texts)
-    return [model.log_probs(each)[0, -NEW_TOKENS:].cpu() for each in ids]
+    return [model.log_probs(each)[0].cpu() for each in ids]
+
+
+def count_kinds(served: list[Tensor], trained: list[Tensor]) -> Iterator[tuple[int, int]]:
+    """Yield for prompts and decoded tokens how many there are, and how many have equal bits."""
+    for part in slice(-NEW_TOKENS), slice(-NEW_TOKENS, None):
+        yield count_equal([each[part] for each in served], [each[part] for each in trained])[:2]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("preset", nargs="?", default="small")
+    parser.add_argument("--texts", type=int, default=64, help="of each rank")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--exchange", default="auto", choices=["auto", "all_to_all", "symmetric_memory"])
     options = parser.parse_args()
@@ -121,7 +131,7 @@ def main() -> None:
     write_folder(trainer, store.tokenizer, folder, ranks)
     trainer.close()
     trainer.release_captured()
-    texts = generate(folder, model_config.vocab_size, device, ranks.rank)
+    texts = generate(folder, model_config.vocab_size, options.texts, device, ranks.rank)
     spread = Trainer(replace(config, init_from=folder, model=model_config), store, device, ranks=ranks)
     served = [log_probs for _, log_probs in texts]
     of_spread = compute(spread.model.eval(), texts, device)
@@ -134,12 +144,14 @@ def main() -> None:
         ("generation and training, both over two ranks", served, of_spread),
         ("generation over two ranks, training in one process", served, of_whole),
     ):
-        counts = torch.tensor(count_equal(a, b)[:2], dtype=torch.int64, device=device)
+        counts = torch.tensor([*count_kinds(a, b)], dtype=torch.int64, device=device)
         dist.all_reduce(counts)
-        n, equal = counts.tolist()
-        differs |= equal != n
+        shown = []
+        for kind, (n, equal) in zip(("prompts", "decoded"), counts.tolist(), strict=True):
+            differs |= equal != n
+            shown.append(f"{kind} {equal:,} of {n:,}")
         if ranks.is_first:
-            print(f"{label}: {equal:,} of {n:,} log-probabilities have equal bits")
+            print(f"{label}, equal bits: {', '.join(shown)}", flush=True)
     if ranks.is_first:
         shutil.rmtree(folder)
     leave()

@@ -1,22 +1,29 @@
-"""Count on one GPU how many log-probabilities of exact mode have the bits of training, with random weights.
+"""Count on one GPU or a CPU how many log-probabilities of exact mode have the bits of training.
 
     python -m tools.count_equal_bits small v2_lite_16b --texts 1600
+    python -m tools.count_equal_bits tiny --device cpu --pages 64       # too few for 256 texts: some are preempted
+    python -m tools.count_equal_bits runs/exact --device cpu --drafts 2
 
-`octile lab rollout` does this for a trained model. Here weights of a preset's shape are drawn, an engine samples texts
-256 at a time, and the model computes them again, some at a time. The exit status is 1 if one has other bits.
+Weights of a preset's shape are drawn, those of a run folder are read. An engine samples texts 256 at a time, and the
+model computes them again, some at a time. `octile lab rollout` compares each text of a folder alone, and says where a
+difference begins. The exit status is 1 if a log-probability has other bits, if no text was preempted although there
+are other pages than usual, or if no draft was accepted.
 """
 
 import argparse
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+import octile
 from octile.lab.operators import count_equal
+from octile.lab.pages.preflight import read_tokens
 from octile.lab.rollout import Text, draw_prompts, prefill, roll_out
 from octile.models.config import PRESETS
 from octile.models.deepseek_v3 import DeepseekV3
@@ -24,14 +31,19 @@ from octile.nn.conversion import apply_recipe
 from octile.recipe import Recipe
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
+from octile.serve.engine.stats import Stats
 from octile.serve.runner.model_runner import ModelRunner
 from octile.tokenizer import MIN_VOCAB_SIZE, Tokenizer
 
 MAX_BATCH, STEP_TOKENS, N_PAGES = 256, 2048, 6144
+PROMPT_TOKENS = 20_000  # that prompts are cut from
 TRAINED_AT_ONCE = 8  # texts
 
 
 def make_model(name: str, device: torch.device) -> DeepseekV3:
+    """Draw the weights of a preset, or read those of a folder."""
+    if name not in PRESETS:
+        return octile.load(name, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
     torch.manual_seed(0)
     with device:
         model = DeepseekV3(PRESETS[name]())
@@ -40,21 +52,29 @@ def make_model(name: str, device: torch.device) -> DeepseekV3:
     return model.eval()
 
 
-def sample(model: DeepseekV3, n_texts: int, new_tokens: int, device: torch.device) -> list[Text]:
-    """Continue random prompts in exact mode, and prefill the prompts alone."""
-    vocabulary = model.config.vocab_size
-    runner = ModelRunner(model, N_PAGES, max_batch=MAX_BATCH, batch_invariant=True, max_step_tokens=STEP_TOKENS)
+def prompt_tokens(name: str, vocabulary: int) -> list[int]:
+    """Draw the tokens that prompts are cut from, or read them for the tokenizer of a folder."""
+    if name not in PRESETS:
+        return read_tokens(Path(name), "stdlib", PROMPT_TOKENS).tolist()
+    return random.Random(0).choices(range(vocabulary), k=PROMPT_TOKENS)
+
+
+def sample(
+    model: DeepseekV3, prompts: Sequence[Sequence[int]], new_tokens: int, n_pages: int, n_drafts: int
+) -> tuple[list[Text], Stats]:
+    """Continue prompts in exact mode, and prefill the prompts alone."""
+    runner = ModelRunner(
+        model, n_pages, max_batch=MAX_BATCH, n_drafts=n_drafts, batch_invariant=True, max_step_tokens=STEP_TOKENS
+    )
     runner.warm_up()
     tokenizer = Tokenizer.train([], MIN_VOCAB_SIZE)
-    engine = Engine(
-        runner, tokenizer, EngineConfig(max_batch=MAX_BATCH, max_step_tokens=STEP_TOKENS, batch_invariant=True)
-    )
-    drawn = random.Random(0).choices(range(vocabulary), k=20_000)
-    texts = roll_out(engine, draw_prompts(drawn, n_texts, 0), new_tokens, 0)
-    print(engine.stats(), flush=True)
+    config = EngineConfig(MAX_BATCH, STEP_TOKENS, n_drafts, batch_invariant=True)
+    engine = Engine(runner, tokenizer, config)
+    texts = roll_out(engine, prompts, new_tokens, 0)
+    stats = engine.stats()
     prefill(runner, texts)
     engine.close()
-    return texts
+    return texts, stats
 
 
 @torch.no_grad()
@@ -79,24 +99,34 @@ def equal(served: Tensor, trained: Tensor) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("presets", nargs="+", choices=list(PRESETS))
+    parser.add_argument("models", nargs="+", help=f"run folders, or of {', '.join(PRESETS)}")
     parser.add_argument("--texts", type=int, default=1600)
     parser.add_argument("--new-tokens", type=int, default=512)
+    parser.add_argument("--pages", type=int, default=N_PAGES)
+    parser.add_argument("--drafts", type=int, default=0)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     options = parser.parse_args()
-    device, differs = torch.device(options.device), False
-    for name in options.presets:
+    device, failed = torch.device(options.device), False
+    for name in options.models:
         begin = time.perf_counter()
         model = make_model(name, device)
-        texts = sample(model, options.texts, options.new_tokens, device)
+        prompts = draw_prompts(prompt_tokens(name, model.config.vocab_size), options.texts, 0)
+        texts, stats = sample(model, prompts, options.new_tokens, options.pages, options.drafts)
+        print(stats, flush=True)
+        if options.pages != N_PAGES and not stats.preemptions:
+            print(f"{name}: no text was preempted")
+            failed = True
+        if options.drafts and not stats.accepted_tokens:
+            print(f"{name}: no draft was accepted")
+            failed = True
         counts = {"prompts": [0, 0], "decoded": [0, 0]}
         for kind, n, same in compare(model, texts, device):
             counts[kind] = [counts[kind][0] + n, counts[kind][1] + same]
-        differs |= any(n != same for n, same in counts.values())
+        failed |= any(n != same for n, same in counts.values())
         shown = ", ".join(f"{kind} {same:,} of {n:,}" for kind, (n, same) in counts.items())
         print(f"{name}, equal bits: {shown}; {time.perf_counter() - begin:.0f} s", flush=True)
         del model
-    sys.exit(differs)
+    sys.exit(failed)
 
 
 if __name__ == "__main__":
