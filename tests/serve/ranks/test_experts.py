@@ -1,5 +1,6 @@
 """Experts on two gloo ranks, with redundant copies, compared with one process, bit for bit."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from octile.checkpoint.hugging_face import save
 from octile.checkpoint.shards import Shards
 from octile.ops.cross_entropy import log_probabilities
+from octile.parallel import shard_experts
 from octile.serve import rebalance_experts
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
@@ -80,6 +82,31 @@ def log_probabilities_of_training(rank: int, folder: Path) -> None:
         served = log_probabilities(logits[:-1]).gather(1, tokens[0, 1:, None])[:, 0]
         with torch.no_grad():
             assert torch.equal(model.log_probs(tokens)[0], served)
+
+
+def log_probabilities_of_training_with_spread_experts(rank: int, folder: Path) -> None:
+    """Texts are sampled over both ranks; models with all experts and with those of this rank compute them again."""
+    whole = exact_model()
+    spread_model = copy.deepcopy(whole)
+    shard_experts(spread_model)
+    experts = ExpertParallelWeights(ServedWeights.of_model(whole), FIRST[:1])
+    runner = ModelRunner(experts, N_PAGES, batch_invariant=True)
+    engine = Engine(runner, Tokenizer.train(["one two three"], 258), EngineConfig(max_batch=3, max_step_tokens=40))
+    prompts = [text(n, 10 * rank + n) for n in (1, 30, 75, 20)]
+    texts: dict[int, tuple[list[int], list[float]]] = {}
+    for i, prompt in enumerate(prompts):
+        sampling = Sampling(8 + 4 * rank, seed=i, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+        texts[engine.add(prompt, sampling).id] = (prompt, [])
+    ranks = ExpertParallelEngine(engine, runner)
+    while (outputs := ranks.step()) is not None:
+        for output in outputs:
+            tokens, served = texts[output.request_id]
+            tokens += output.tokens
+            served += [each.logprob for each in (*output.prompt_logprobs, *output.logprobs)]
+    for tokens, served in texts.values():
+        expected, found = (model.log_probs(torch.tensor([tokens]))[0] for model in (whole, spread_model))
+        assert torch.equal(found, expected)
+        assert torch.equal(torch.tensor(served), expected)
 
 
 def logits_while_experts_move(rank: int, folder: Path) -> None:
@@ -357,6 +384,7 @@ WORKS = [
     logits_in_fp32,
     logits_in_fp8,
     log_probabilities_of_training,
+    log_probabilities_of_training_with_spread_experts,
     logits_while_experts_move,
     logits_with_dynamic_redundancy,
     logits_without_batch_invariance,

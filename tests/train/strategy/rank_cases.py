@@ -396,6 +396,27 @@ def check_fp8(store: TokenStore, ranks: Ranks, recipe: str, ep: int) -> None:
     assert all(of_rank == histories for of_rank in ranks.gather(histories, list[list[list[float]]]))
 
 
+def check_exact(store: TokenStore, ranks: Ranks) -> None:
+    """Under `exact` one process with all experts computes the same log-probabilities, bit for bit, also after steps."""
+    alone, own = trainers(store, ranks, 2, recipe="exact")
+    tokens_BS = torch.randint(320, (3, 50), generator=torch.Generator().manual_seed(ranks.rank))
+
+    def check() -> None:
+        assert torch.equal(own.model.log_probs(tokens_BS), alone.model.log_probs(tokens_BS))
+
+    check()
+    check_close(steps(own), steps_of_one_process(ranks, alone), rtol=2e-2, atol=0)
+    folder = Path(ranks.from_first(tempfile.mkdtemp, str))
+    checkpoints = DistributedCheckpoints(folder)
+    tensors, state = own.state()
+    checkpoints.save(own.steps_done, own.strategy.layout.chunks(tensors), state)
+    alone.load(*load_checkpoint(checkpoints.latest()))
+    check()
+    checkpoints.close()
+    dist.barrier()
+    ranks.from_first(lambda: shutil.rmtree(folder))
+
+
 @contextmanager
 def broken(trainer: Trainer, at: set[int], value: float = float("nan")):
     """Let the gradients of some steps be NaN on the last rank."""
@@ -633,6 +654,7 @@ def cases(world: int) -> dict[str, object]:
         "deepseek_v3-1": lambda s, r: check_fp8(s, r, "deepseek_v3", 1),
         "deepseek_v3-2": lambda s, r: check_fp8(s, r, "deepseek_v3", 2),
         "delayed-2": lambda s, r: check_fp8(s, r, "delayed", 2),
+        "exact": check_exact,
         "skips": check_skips,
         "broken_loss": check_broken_loss,
         "broken_expert": check_broken_expert,
