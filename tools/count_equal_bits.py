@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ from octile.nn.conversion import apply_recipe
 from octile.recipe import Recipe
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
+from octile.serve.engine.request import Request
+from octile.serve.engine.scheduler import Scheduler
 from octile.serve.engine.stats import Stats
 from octile.serve.runner.model_runner import ModelRunner
 from octile.tokenizer import MIN_VOCAB_SIZE, Tokenizer
@@ -61,8 +64,8 @@ def prompt_tokens(name: str, vocabulary: int) -> list[int]:
 
 def sample(
     model: DeepseekV3, prompts: Sequence[Sequence[int]], new_tokens: int, n_pages: int, n_drafts: int
-) -> tuple[list[Text], Stats]:
-    """Continue prompts in exact mode, and prefill the prompts alone."""
+) -> tuple[list[Text], Stats, set[int]]:
+    """Continue prompts in exact mode, and prefill the prompts alone; return also which texts were preempted."""
     runner = ModelRunner(
         model, n_pages, max_batch=MAX_BATCH, n_drafts=n_drafts, batch_invariant=True, max_step_tokens=STEP_TOKENS
     )
@@ -70,27 +73,39 @@ def sample(
     tokenizer = Tokenizer.train([], MIN_VOCAB_SIZE)
     config = EngineConfig(MAX_BATCH, STEP_TOKENS, n_drafts, batch_invariant=True)
     engine = Engine(runner, tokenizer, config)
-    texts = roll_out(engine, prompts, new_tokens, 0)
+    preempted, preempt = set(), Scheduler._preempt
+
+    def note(scheduler: Scheduler, request: Request) -> None:
+        preempted.add(request.id)  # its number among the texts: the engine is new
+        preempt(scheduler, request)
+
+    with patch.object(Scheduler, "_preempt", note):
+        texts = roll_out(engine, prompts, new_tokens, 0)
     stats = engine.stats()
     prefill(runner, texts)
     engine.close()
-    return texts, stats
+    return texts, stats, preempted
 
 
 @torch.no_grad()
-def compare(model: DeepseekV3, texts: list[Text], device: torch.device) -> Iterator[tuple[str, int, int]]:
+def compare(
+    model: DeepseekV3, texts: Sequence[Text], preempted: set[int], device: torch.device
+) -> Iterator[tuple[str, int, int]]:
     """Yield for prompts and decoded tokens of some texts how many there are, and how many have equal bits."""
-    texts = sorted(texts, key=lambda text: len(text.prompt))
+    numbers = sorted(range(len(texts)), key=lambda i: len(texts[i].prompt))
     for i in range(0, len(texts), TRAINED_AT_ONCE):
-        group = texts[i : i + TRAINED_AT_ONCE]
-        rows = [torch.tensor(text.prompt + text.tokens, device=device) for text in group]
+        group = {number: texts[number] for number in numbers[i : i + TRAINED_AT_ONCE]}
+        rows = [torch.tensor(text.prompt + text.tokens, device=device) for text in group.values()]
         longest = max(map(len, rows))
         tokens_BS = torch.stack([pad(row, (0, longest - len(row))) for row in rows])
         trained = model.log_probs(tokens_BS).cpu()
-        for text, trained_S in zip(group, trained, strict=True):
+        for (number, text), trained_S in zip(group.items(), trained, strict=True):
             n, end = len(text.prompt) - 1, len(text.prompt) + len(text.tokens) - 1
             yield "prompts", *equal(torch.tensor(text.read), trained_S[:n])
-            yield "decoded", *equal(torch.tensor(text.decoded), trained_S[n:end])
+            decoded = equal(torch.tensor(text.decoded), trained_S[n:end])
+            yield "decoded", *decoded
+            if number in preempted:
+                yield "decoded of preempted texts", *decoded
 
 
 def equal(served: Tensor, trained: Tensor) -> tuple[int, int]:
@@ -111,17 +126,18 @@ def main() -> None:
         begin = time.perf_counter()
         model = make_model(name, device)
         prompts = draw_prompts(prompt_tokens(name, model.config.vocab_size), options.texts, 0)
-        texts, stats = sample(model, prompts, options.new_tokens, options.pages, options.drafts)
+        texts, stats, preempted = sample(model, prompts, options.new_tokens, options.pages, options.drafts)
         print(stats, flush=True)
-        if options.pages != N_PAGES and not stats.preemptions:
+        if options.pages != N_PAGES and not preempted:
             print(f"{name}: no text was preempted")
             failed = True
         if options.drafts and not stats.accepted_tokens:
             print(f"{name}: no draft was accepted")
             failed = True
-        counts = {"prompts": [0, 0], "decoded": [0, 0]}
-        for kind, n, same in compare(model, texts, device):
-            counts[kind] = [counts[kind][0] + n, counts[kind][1] + same]
+        counts: dict[str, tuple[int, int]] = {}
+        for kind, n, same in compare(model, texts, preempted, device):
+            before = counts.get(kind, (0, 0))
+            counts[kind] = before[0] + n, before[1] + same
         failed |= any(n != same for n, same in counts.values())
         shown = ", ".join(f"{kind} {same:,} of {n:,}" for kind, (n, same) in counts.items())
         print(f"{name}, equal bits: {shown}; {time.perf_counter() - begin:.0f} s", flush=True)
