@@ -39,7 +39,7 @@ struct Barriers {
 };
 
 // One warp loads pages, each as soon as a stage is empty, and the first ones before the previous kernel has ended if it has
-// not written them. The page for which there is a stage next comes to the L2 cache before.
+// not written them.
 struct Loader {
     uint8_t* const shared;
     Barriers& barriers;
@@ -62,9 +62,6 @@ struct Loader {
                 barriers.full[stage].arrive_expect_tx(Format::page_bytes);
                 Format::load_page(
                     shared + smem::pages + stage * Format::page_bytes, map, cache, id, barriers.full + stage);
-                if (config::prefetches && page + config::stages < n_pages)
-                    ptx::bulk_prefetch(cache + static_cast<int64_t>(pages[page + config::stages]) * Format::page_bytes,
-                                       Format::page_bytes);
             }
             if (++stage == config::stages) {
                 stage = 0;

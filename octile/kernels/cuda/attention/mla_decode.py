@@ -49,7 +49,6 @@ MERGE_THREADS = LATENT // 4
 MAX_PARTIALS = 3 * 2**19  # of a launch with parts, of one head each: 3 GiB
 MERGE_BLOCKS = 2**14  # of more heads, several have a thread block: most have nothing to merge where there are so many
 MERGE_HEADS = 8
-PREFETCHED_ROWS = 512  # of more, as in training and prompts, most belong to one text and read the same pages
 
 
 class LaunchPlan(NamedTuple):
@@ -232,7 +231,7 @@ def plan(rows: int, n_heads: int, is_fp8: bool, part: int, queries: int, n_sms: 
     }  # fmt: skip
     cluster = 2 if heads == 64 and is_fp8 and head_blocks % 2 == 0 else 1  # thread blocks that share converted pages
     if heads == 64:
-        specialized = _plan_64(is_fp8, cluster, part > 0 and loads_others_early(), rows <= PREFETCHED_ROWS)
+        specialized = _plan_64(is_fp8, cluster, part > 0 and loads_others_early())
     else:
         specialized = _plan_few(heads, is_fp8)
     merge_heads = 1 if rows * n_heads <= MERGE_BLOCKS else MERGE_HEADS
@@ -257,7 +256,7 @@ class _Specialized(NamedTuple):
     headers: Mapping[str, str]
 
 
-def _plan_64(is_fp8: bool, cluster: int, loads_early: bool, prefetches: bool) -> _Specialized:
+def _plan_64(is_fp8: bool, cluster: int, loads_early: bool) -> _Specialized:
     shared = (3 * TILES + 1) * TILE + 8 * 64 * 4 + (2 * 2 * 3 + 5) * 8  # mla_decode_64.cu divides it
     header = partial(wgmma.header, a="bf16", b="bf16")
     headers = {
@@ -270,7 +269,6 @@ def _plan_64(is_fp8: bool, cluster: int, loads_early: bool, prefetches: bool) ->
     }
     constants: dict[str, int | bool] = {
         "fp8": is_fp8, "cluster": cluster, "shared_bytes": shared, "loads_early": loads_early and not is_fp8,
-        "prefetches": prefetches,
     }  # fmt: skip
     return _Specialized("mla_decode_64", constants, headers)
 
@@ -280,7 +278,7 @@ def _plan_few(heads: int, is_fp8: bool) -> _Specialized:
     constants: dict[str, int | bool] = {
         "heads": heads, "fp8": is_fp8, "stages": stages, "exchanged": _exchanged(heads, is_fp8),
         "together": 32 // heads, "shared_bytes": _shared_bytes(heads, is_fp8, stages),
-        "loads_early": loads_others_early(), "prefetches": True,
+        "loads_early": loads_others_early(),
     }  # fmt: skip
     headers = {
         "wgmma.cuh": wgmma.header(heads, "bf16", "bf16"),

@@ -246,7 +246,7 @@ mla_decode_64(const __grid_constant__ TensorMap map, const uint8_t* cache, const
         if constexpr (config::fp8) {
             produce(Converter(shared, barriers, &map, cache), arguments, items);
         } else if (role.is_producer()) {
-            Loader loader{shared, barriers, &map, cache};
+            Loader loader{shared, barriers, &map};
             produce(loader, arguments, items);
             loader.end();
         } else {

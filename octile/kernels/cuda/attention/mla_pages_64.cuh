@@ -43,14 +43,11 @@ __device__ __forceinline__ uint8_t* tile_of(uint8_t* shared, int which, int inde
 
 // One warp loads pages in BF16: tiles of 64 rows and channels.
 //
-// With config::loads_early it loads the first pair before it waits for the previous kernel. With config::prefetches the next
-// pair, for which there is no room in shared memory yet, comes to the L2 cache while a pair is multiplied. It is requested
-// after that pair, since a thread block's requests are carried out in their order.
+// With config::loads_early it loads the first pair before it waits for the previous kernel.
 struct Loader {
     uint8_t* const shared;
     Barriers& barriers;
     const TensorMap* const map;
-    const uint8_t* const cache;
     uint32_t parity[2] = {1, 1};  // the buffers are empty at first
     bool waits = config::loads_early, has_loaded = false;
 
@@ -66,7 +63,6 @@ struct Loader {
     __device__ __forceinline__ void load_item(const int* pages, int n_pages) {
         const int lane = ptx::lane_id();
         int ids = 0;
-        if (has_loaded) prefetch_pair(pages, 0, n_pages);
         for (int page = 0; page < n_pages; page += 2) {
             if (has_loaded) end();  // only then are buffers emptied
             has_loaded = true;
@@ -81,19 +77,10 @@ struct Loader {
                 if (pair) load(1, left, second);
                 if (pair) load(1, rotary_part, second);
             }
-            prefetch_pair(pages, page + 2, n_pages);
             __syncwarp();
             parity[0] ^= 1;
             parity[1] ^= pair;
         }
-    }
-
-    // By two lanes.
-    __device__ __forceinline__ void prefetch_pair(const int* pages, int first, int n_pages) const {
-        constexpr int page_bytes = page_rows * 2 * width;
-        const int page = first + ptx::lane_id();
-        if (config::prefetches && page < min(first + 2, n_pages))
-            ptx::bulk_prefetch(cache + static_cast<int64_t>(pages[page]) * page_bytes, page_bytes);
     }
 
     __device__ __forceinline__ void end() {
