@@ -1,6 +1,7 @@
 // Block quantization to E4M3 and back on a CPU: what octile/ops/quantize.py and transpose.py specify, bit for bit
-// but for the sign of a NaN. GEMMs of E4M3 operands: what octile/ops/matmul.py and grouped.py specify. AdamW: what
-// octile/ops/adamw.py specifies, bit for bit. Attention over a paged cache: what octile/ops/paged_attention.py specifies.
+// but for the sign of a NaN. GEMMs of E4M3 operands: what octile/ops/matmul.py and grouped.py specify. GEMMs in FP32
+// whose rows do not depend on each other: what octile/ops/row_invariant.py specifies. AdamW: what octile/ops/adamw.py
+// specifies, bit for bit. Attention over a paged cache: what octile/ops/paged_attention.py specifies.
 //
 // torch needs some twelve passes over memory for what is one loop here, and its comparisons and its cast to FP8 are not
 // vectorized. The loops below have no branches, so that the compiler vectorizes them. Absolute values are compared as
@@ -34,6 +35,14 @@ struct Operand {
     int64_t row_stride, k_stride, group_stride;  // in elements
     Scale scale;                                 // of block (row / block_rows, k / 128)
     int64_t scale_group_stride, block_rows;
+};
+
+// Matrices [rows, K] in FP32 with contiguous rows, one after the other.
+struct Matrices {
+    const float* data;
+    int64_t matrix_stride, row_stride;  // in elements
+
+    const float* row(int64_t matrix, int64_t i) const { return data + matrix * matrix_stride + i * row_stride; }
 };
 
 // What a step of AdamW multiplies and adds.
@@ -433,6 +442,51 @@ void load_row(const Cache& cache, const uint8_t* from, float* values) {
     }
 }
 
+typedef float Vector __attribute__((vector_size(32), aligned(4)));
+constexpr int64_t VECTOR = 8, STRIP = 6, PANEL = 2 * VECTOR;  // rows of a strip, columns of a panel: 12 vectors of sums
+constexpr int64_t STRIPS = 16;                                // of a block of rows
+
+#ifdef __clang__
+#define FUSES_MULTIPLY_ADD
+#else
+#define FUSES_MULTIPLY_ADD __attribute__((optimize("fp-contract=fast")))
+#endif
+
+// sums[r][j] = Σ rows[r][i] · panel[i][j] over k products, which are added one after the other: a row's bits depend on no
+// other row, nor on its place in a strip. With an instruction for it a product is added without being rounded.
+FUSES_MULTIPLY_ADD void multiply_strip(
+    const float* const (&rows)[STRIP], const float* panel, int64_t k, Vector (&sums)[STRIP][2]
+) {
+#ifdef __clang__
+#pragma clang fp contract(fast)
+#endif
+    Vector s[STRIP][2] = {};
+    const Vector* b = reinterpret_cast<const Vector*>(panel);
+    for (int64_t i = 0; i < k; ++i, b += 2)
+#pragma GCC unroll 6
+        for (int64_t r = 0; r < STRIP; ++r) {
+            const float x = rows[r][i];
+#pragma GCC unroll 2
+            for (int64_t j = 0; j < 2; ++j) s[r][j] += x * b[j];
+        }
+    std::memcpy(sums, s, sizeof s);
+}
+
+// Rows `begin` to `end` of out[M, N], in a panel's columns from `first` on. A strip that is not full repeats its last row.
+void multiply_rows(
+    const Matrices& a, int64_t matrix, int64_t begin, int64_t end, const float* panel, int64_t first, int64_t n, int64_t k,
+    float* out
+) {
+    for (int64_t row = begin; row < end; row += STRIP) {
+        const float* rows[STRIP];
+        for (int64_t r = 0; r < STRIP; ++r) rows[r] = a.row(matrix, std::min(row + r, end - 1));
+        Vector sums[STRIP][2];
+        multiply_strip(rows, panel, k, sums);
+        for (int64_t r = 0; r < std::min(STRIP, end - row); ++r)
+            std::memcpy(out + (row + r) * n + first, sums[r], std::min(PANEL, n - first) * sizeof(float));
+    }
+}
+
 // Σ a[i] · b[i], in 16 partial sums, so that the compiler vectorizes it.
 inline float dot(const float* a, const float* b, int64_t n) {
     constexpr int64_t PARTS = 16;
@@ -506,6 +560,32 @@ void octile_paged_attention(
             *cache, pages + row * page_stride, lengths[row], q + head * width, std::min(block, heads - first), scale,
             o + head * cache->latent, lse ? lse + head : nullptr
         );
+    }
+}
+
+// out[B, M, N], contiguous, of a[B, M, K] · b[B, N, K]ᵀ. A thread computes a block of rows for some columns of b, which it
+// transposes to a panel; the bits do not depend on it.
+void octile_multiply_rows(
+    const Matrices* a, const Matrices* b, int64_t batch, int64_t m, int64_t n, int64_t k, float* out
+) {
+    const int64_t block = STRIP * STRIPS;
+#pragma omp parallel if (batch * m * n * k >= MIN_PARALLEL_VALUES * TILE)
+    {
+        std::vector<float> panel(k * PANEL);
+        const float* in_panel = nullptr;  // the first row of b in it
+#pragma omp for collapse(3) schedule(static)
+        for (int64_t matrix = 0; matrix < batch; ++matrix)
+            for (int64_t first = 0; first < n; first += PANEL)
+                for (int64_t begin = 0; begin < m; begin += block) {
+                    if (in_panel != b->row(matrix, first))
+                        for (int64_t j = 0; j < PANEL; ++j) {
+                            const float* row = b->row(matrix, std::min(first + j, n - 1));
+                            for (int64_t i = 0; i < k; ++i) panel[i * PANEL + j] = row[i];
+                        }
+                    in_panel = b->row(matrix, first);
+                    const int64_t end = std::min(begin + block, m);
+                    multiply_rows(*a, matrix, begin, end, panel.data(), first, n, k, out + matrix * m * n);
+                }
     }
 }
 

@@ -5,7 +5,8 @@ pass instead of a dozen. Without a C++ compiler these functions are missing, and
 (`octile.kernels.native`).
 
 It multiplies E4M3 operands where the processor multiplies BF16 (AVX512-BF16): it is exact for their values, and twice
-as fast as FP32. As in the references, products are summed in FP32; the order of the sums differs.
+as fast as FP32. As in the references, products are summed in FP32; the order of the sums differs. GEMMs whose rows must
+not depend on each other are multiplied in FP32, with the products of each result added one after the other.
 """
 
 import ctypes
@@ -172,6 +173,20 @@ def _multiply_to(out: Tensor, request: GemmRequest, accumulate: bool) -> None:
 def _along_k(request: GemmRequest) -> tuple[Operand, Operand]:
     """The operands with the contracted dimension last."""
     return (request.a.mT, request.b.mT) if request.schedule is Schedule.ALONG_K else (request.a, request.b)
+
+
+class _Matrices(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("matrix_stride", ctypes.c_int64), ("row_stride", ctypes.c_int64))
+
+
+def multiply_rows(a: Tensor, b: Tensor) -> Tensor:
+    """Compute `octile.ops.row_invariant.row_invariant_matmul_nt` of a [B, M, K] and b [B, N, K] → [B, M, N] float32."""
+    a, b = (x if x.stride(2) == 1 else x.contiguous() for x in (a.float(), b.float()))
+    out = a.new_empty(*a.shape[:2], b.shape[1])
+    operands = (ctypes.byref(_Matrices(x.data_ptr(), *x.stride()[:2])) for x in (a, b))
+    sizes = a.shape[0], a.shape[1], b.shape[1], a.shape[2]
+    _library().octile_multiply_rows(*operands, *map(ctypes.c_int64, sizes), _address(out))
+    return out
 
 
 def can_update(*moments: Tensor) -> bool:

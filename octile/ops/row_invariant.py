@@ -1,9 +1,10 @@
 """GEMMs whose rows do not depend on each other: for batch-invariant serving, and for training that has its bits.
 
 A library chooses another kernel for another number of rows, and so another order of sums: the same row then has other
-last bits. Here every row is multiplied in the same form. In high precision that is on a CPU in blocks of 16 rows, the
-last one padded with zeros; on a GPU in tiles of one size that sum over all of K in one order. FP8 GEMMs on a GPU do not
-split K, and a result that is added to another is rounded first, as where two operators do it.
+last bits. Here every row is multiplied in the same form. In high precision that is on a CPU a kernel that adds the
+products of each result one after the other, or without a compiler blocks of 16 rows, the last one padded with zeros. On
+a GPU it is tiles that sum over all of K in one order. FP8 GEMMs on a GPU do not split K, and a result that is added to
+another is rounded first, as where two operators do it.
 
 Source: He et al., "Defeating Nondeterminism in LLM Inference" (Thinking Machines Lab, 2025).
 Shapes: B GEMMs, M rows, N and K of a weight.
@@ -56,6 +57,14 @@ def row_invariant_matmul_nt(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Ten
 @row_invariant_matmul_nt.register_fake
 def _(a, b, out_dtype):
     return a.new_empty(a.shape[0], a.shape[1], b.shape[1], dtype=out_dtype)
+
+
+@row_invariant_matmul_nt.register_kernel("cpu")
+def _(a, b, out_dtype):
+    if cpu.library() is None:
+        return row_invariant_matmul_nt.reference(a, b, out_dtype)
+    _check(a, b, out_dtype)
+    return cpu.multiply_rows(a, b).to(out_dtype)
 
 
 @row_invariant_matmul_nt.register_kernel("cuda")

@@ -1,5 +1,6 @@
 """Tests of the CPU's own functions: conversions against the formats' definitions, quantization against torch's."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -319,3 +320,48 @@ def test_groups_of_wgrad_that_begin_within_a_tile_are_left_to_the_reference():
         arguments = (*operands, torch.tensor([end, 256], dtype=torch.int32), torch.float32)
         is_reference = torch.equal(grouped_wgrad(*arguments), grouped_wgrad.reference(*arguments))
         assert is_reference == (end == 100)
+
+
+@given(
+    m=st.integers(0, 30), n=st.integers(0, 40), k=st.integers(0, 70), batch=st.integers(0, 3), seed=st.integers(0, 99)
+)
+def test_rows_are_multiplied_one_product_after_the_other(m, n, k, batch, seed):
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(batch, rows, k, generator=generator) for rows in (m, n))
+    found, expected = cpu.multiply_rows(a, b), a.double() @ b.double().mT
+    assert ((found - expected).abs() <= k * 2.0**-23 * (a.double().abs() @ b.double().abs().mT)).all()
+
+
+@given(m=st.integers(1, 200), n=st.integers(1, 40), rows=st.integers(1, 20), seed=st.integers(0, 99))
+def test_a_row_has_the_same_bits_among_any_others_and_in_any_layout(m, n, rows, seed):
+    generator = torch.Generator().manual_seed(seed)
+    a, b = torch.randn(2, m, 33, generator=generator), torch.randn(2, n, 33, generator=generator)
+    first = seed % m
+    together, alone = cpu.multiply_rows(a, b), cpu.multiply_rows(a[:, first : first + rows], b)
+    assert torch.equal(together[:, first : first + rows], alone)
+    strided = torch.randn(n, 2, 66)[..., ::2].copy_(b.transpose(0, 1)).transpose(0, 1)
+    for other in (strided, b.mT.contiguous().mT):
+        assert torch.equal(cpu.multiply_rows(a, other), together)
+
+
+def test_what_is_not_finite_stays_in_its_row_and_column():
+    a, b = torch.ones(1, 20, 8), torch.ones(1, 20, 8)
+    a[0, 17, 3], b[0, 5, 0] = math.nan, math.inf
+    found = cpu.multiply_rows(a, b)[0]
+    assert found[17].isnan().all()
+    others = torch.arange(20) != 17
+    assert (found[others, 5] == math.inf).all()
+    assert (found[others][:, torch.arange(20) != 5] == 8).all()
+
+
+def test_the_number_of_threads_changes_no_bit_of_rows():
+    a, b, threads = torch.randn(1, 300, 200), torch.randn(1, 200, 200), torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(cpu.multiply_rows(a, b))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
