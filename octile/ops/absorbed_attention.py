@@ -63,8 +63,15 @@ def attend(
         w_v_HVC: in q's dtype.
         out_THV: in q's dtype.
     """
-    o_THC = paged_attention(q_THW, cache, pages, lengths, w_v_HVC.shape[2], scale, PART, rows_per_text)
+    o_THC = attend_to_latents(q_THW, cache, pages, lengths, w_v_HVC.shape[2], scale, rows_per_text)
     multiply_heads(o_THC, w_v_HVC, out_THV)
+
+
+def attend_to_latents(
+    q_THW: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, scale: float, rows_per_text: int = 1
+) -> Tensor:
+    """Attend as `attend`, and return the results before W_UV: [T, H, C] in q's dtype."""
+    return paged_attention(q_THW, cache, pages, lengths, latent_dim, scale, PART, rows_per_text)
 
 
 def attend_with_lse(

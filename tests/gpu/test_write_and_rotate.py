@@ -32,15 +32,16 @@ def test_it_is_the_reference(cache_dtype: torch.dtype, heads: int, sizes: tuple[
     torch.testing.assert_close(latents, expected, rtol=spacing, atol=least)
 
 
+@pytest.mark.parametrize("c", [512, 768])
 @pytest.mark.parametrize("t", [1, 33, 1024])
-def test_latents_have_the_bits_of_rms_norm(t: int):
+def test_latents_have_the_bits_of_rms_norm(t: int, c: int):
     torch.manual_seed(t)
-    joined = (torch.randn(t, 576) * torch.randn(t, 1).exp()).bfloat16().cuda()
-    latent, rope, weight = joined[:, :512], joined[:, 512:], torch.randn(512).bfloat16().cuda()
+    joined = (torch.randn(t, c + 64) * torch.randn(t, 1).exp()).bfloat16().cuda()
+    latent, rope, weight = joined[:, :c], joined[:, c:], torch.randn(c).bfloat16().cuda()
     if not normalizes_as_rms_norm(latent, weight):
         pytest.skip("another GPU than Hopper, where rms_norm is Triton's")
-    cache, slots = new_cache(t // 64 + 1, 512, 64, torch.bfloat16).cuda(), torch.arange(t, device="cuda")
+    cache, slots = new_cache(t // 64 + 1, c, 64, torch.bfloat16).cuda(), torch.arange(t, device="cuda")
     cos, sin = torch.ones(t, 32, device="cuda"), torch.zeros(t, 32, device="cuda")
-    q, absorbed = joined.new_zeros(t, 16, 192), joined.new_zeros(t, 16, 576)
+    q, absorbed = joined.new_zeros(t, 16, 192), joined.new_zeros(t, 16, c + 64)
     write_and_rotate(cache, slots, latent, rope, weight, 1e-6, cos, sin, q, absorbed)
-    assert torch.equal(cache.flatten(0, 1)[:t, :512], rms_norm(latent, weight, 1e-6)[0])
+    assert torch.equal(cache.flatten(0, 1)[:t, :c], rms_norm(latent, weight, 1e-6)[0])

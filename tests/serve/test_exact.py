@@ -145,7 +145,7 @@ def multiply_heads_in_float64(x_THK: Tensor, w_HNK: Tensor, out_THN: Tensor) -> 
     out_THN.copy_(in_float64(x_THK.transpose(0, 1), w_HNK, x_THK.dtype).transpose(0, 1))
 
 
-def attention_in_float64(q_THW, cache, pages, lengths, latent_dim, scale, part, rows_per_text):
+def attention_in_float64(q_THW, cache, pages, lengths, latent_dim, scale, rows_per_text):
     o_THC = q_THW.new_empty(*q_THW.shape[:2], latent_dim)
     for q_HW, own, n, o_HC in zip(q_THW, pages, lengths.tolist(), o_THC, strict=True):
         keys_TW = cache[own.long()].flatten(0, 1)[:n].double()
@@ -158,9 +158,9 @@ def reversed_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor
     return norm.normalized(x, rstd, weight).to(x.dtype), rstd
 
 
-def reversed_norm_quantize(x, weight, eps, fmt, power_of_2, values=False):
+def norm_rounded_to_bf16_and_quantized(x, weight, eps, fmt, power_of_2, values=False):
     y, rstd = reversed_norm(x.float(), weight, eps)
-    return *norm.quantize(y, 1, 128, fmt, power_of_2), rstd, y.to(x.dtype)
+    return *norm.quantize(y.bfloat16().float(), 1, 128, fmt, power_of_2), rstd, y.to(x.dtype)
 
 
 def silu_of_torch(gate_MI, up_MI, fmt, power_of_2, weight=None, ends=None):
@@ -192,9 +192,9 @@ def rotated_in_float64(cache, slots, latent, rope, weight, eps, cos, sin, q, abs
 MUTATIONS: dict[str, tuple[str, object, str, Callable[..., Any]]] = {  # name: where it is, and the operator
     "norm of latents": ("block 0", attention, "rms_norm", reversed_norm),
     "last norm": ("norm", forward, "rms_norm", reversed_norm),
-    "norms before FP8 layers": ("block 1", gemms, "rms_norm_quantize", reversed_norm_quantize),
+    "norms before FP8 layers": ("block 1", gemms, "rms_norm_quantize", norm_rounded_to_bf16_and_quantized),
     "absorbed queries": ("block 1", gemms, "multiply_heads", multiply_heads_in_float64),
-    "attention": ("block 0", attention, "paged_attention", attention_in_float64),
+    "attention": ("block 0", attention, "attend_to_latents", attention_in_float64),
     "rotary embeddings": ("block 1", attention, "write_and_rotate", rotated_in_float64),
     "FP8 GEMMs": ("block 0", gemms, "row_invariant_scaled_nt", blocks_backwards),
     "SwiGLU": ("block 1", gemms, "swiglu_quantize", silu_of_torch),

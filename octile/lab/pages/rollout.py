@@ -222,7 +222,9 @@ def describe(found: Sequence[Agreement], difference: Difference | None) -> str:
         summary = "Serving and training agree in all bits of all log-probabilities"
     if difference is None and different:
         searched = f"none in the texts that were read alone, at most {MAX_SEARCHED}"
-        return f"{summary}, though {searched}: the bits depend on what else is in the batch."
+        return (
+            f"{summary}, though {searched}: the bits depend on what else is in the batch, or the log-softmax differs."
+        )
     if difference is None:
         return f"{summary}, and of what all blocks compute of the first texts."
     if not different:

@@ -17,7 +17,7 @@ from typing import Any
 from octile.serve.engine.request import FinishReason, Output, Request
 from octile.serve.http.message import Delta, MessageParser
 from octile.serve.http.response_body import ResponseBody
-from octile.serve.http.responses import Answer, ApiError, TokenTexts, event
+from octile.serve.http.responses import Answer, ApiError, TokenTexts, WeightsVersions, event
 from octile.serve.http.tools.parser import ToolCall
 from octile.tokenizer import Tokenizer
 
@@ -40,7 +40,7 @@ class ResponseObject(Answer):
         self._sampling = request.sampling
         self._cached_tokens = 0
         self._parser = parser
-        self._items = _Items()
+        self._items, self._versions = _Items(), WeightsVersions()
         self._finish_reason: FinishReason | None = None
         self._error: dict[str, str] | None = None
         self._created = int(time.time())
@@ -80,6 +80,7 @@ class ResponseObject(Answer):
         """Take what is new, and yield the events for it."""
         self.n_new_tokens += len(output.tokens)
         self._cached_tokens = output.cached_tokens
+        self._versions.add(output)
         logprobs = [self._texts.logprobs(entry) for entry in output.logprobs]
         has_ended = output.finish_reason is not None
         if self._parser is None:
@@ -129,6 +130,7 @@ class ResponseObject(Answer):
             "truncation": "disabled",
             "usage": None if status == "in_progress" else self._usage(),
             "user": body.user,
+            **self._versions.fields(),
         }
 
     def _usage(self) -> dict[str, Any]:

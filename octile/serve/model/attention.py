@@ -36,7 +36,7 @@ from octile.kernels.cuda.jit.launch import only_activations_are_new
 from octile.models.config import ModelConfig
 from octile.nn.indexer import weight_factor
 from octile.nn.norm import LAYER_NORM_EPS
-from octile.ops.absorbed_attention import PART, absorb
+from octile.ops.absorbed_attention import absorb, attend_to_latents
 from octile.ops.attention import attention, ragged_attention
 from octile.ops.index_rows import index_rows, rotate_first
 from octile.ops.latent_cache import normalizes_as_rms_norm, write_and_rotate
@@ -428,11 +428,12 @@ class Attention:
         if top_k_TK is not None:
             splits = SPLITS if self.gemms.batch_invariant else 0
             return [(slice(None), paged_sparse_attention(q_THW, cached, step.pages, top_k_TK, c, scale, splits))]
-        parts, part = list[tuple[slice, Tensor]](), PART if self.gemms.batch_invariant else 0
+        attend = attend_to_latents if self.gemms.batch_invariant else paged_attention
+        parts = list[tuple[slice, Tensor]]()
         for rows, n in ((slice(step.first_text), 1), (slice(step.first_text, None), step.rows_per_text)):
             if len(q := q_THW[rows]):
                 text = step.pages[rows], step.lengths[rows]
-                parts.append((rows, paged_attention(q, cached, *text, c, scale, part, n)))
+                parts.append((rows, attend(q, cached, *text, c, scale, rows_per_text=n)))
         return parts
 
     def _top_k_of_pages(self, index: IndexQueries | None, layer: int, step: Step) -> Tensor | None:

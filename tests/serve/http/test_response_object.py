@@ -45,6 +45,7 @@ def test_a_text(respond):
     assert (response.object, response.store, response.incomplete_details) == ("response", False, None)
     assert (response.instructions, response.metadata, response.model) == ("Be brief.", {"who": "me"}, "micro")
     assert response.id.startswith("resp_")
+    assert response.model_extra["weights_version"] == 0
     usage = response.usage
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
     assert (usage.output_tokens, usage.output_tokens_details.reasoning_tokens) == (7, 0)

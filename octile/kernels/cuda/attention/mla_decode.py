@@ -3,8 +3,7 @@
     mla_decode      thread blocks attend to parts of the rows' positions, for 16 or 32 heads each
     mla_decode_64   the same for 64 heads each, where multiplying takes longer than reading the cache; rows in FP8 are
                     converted to BF16 once for 64 heads, or by a cluster of two thread blocks once for 128
-    mla_merge       adds the partial results of rows that several thread blocks share, in the order of the positions;
-                    where rows of a cache in BF16 have one part, there is nothing to add
+    mla_merge       adds the partial results of rows that several thread blocks share, in the order of the positions
 
 With parts mla_decode_64 attends from any number of heads: so a row's bits are the same whether it is alone, as where
 texts are decoded, or shares a thread block with rows of its text, as in prompts and in training.
@@ -12,8 +11,8 @@ texts are decoded, or shares a thread block with rows of its text, as in prompts
 Grids follow from shapes and the GPU. How the rows' positions are divided is computed on the GPU from their lengths, so
 a launch can be captured in a CUDA graph; the first call of a kind compiles and loads kernels, which cannot be.
 
-Within `only_activations_are_new` they load pages before they wait for the previous kernel: mla_decode_64 only with
-parts, from a cache in BF16.
+Within `only_activations_are_new` mla_decode loads pages before it waits for the previous kernel. mla_decode_64, which
+multiplies longer than it reads, does not.
 """
 
 from collections.abc import Mapping
@@ -203,8 +202,6 @@ def launch_rows(
     prepared.decode.launch_at(
         (map_of_cache, cache.data_ptr(), *pointers, scale, n_heads, *steps, rows, max_parts, made.ranges)
     )()
-    if max_parts == 1 and lse is None and not is_fp8:  # mla_decode_64 has written results whole
-        return
     merged = (t.data_ptr() for t in (partials, lse_of_slots, lengths, starts, o))
     to_lse = 0 if lse is None else lse.data_ptr()
     prepared.merge.launch_at((*merged, to_lse, n_heads, steps[1], rows, max_parts))()
@@ -230,10 +227,7 @@ def plan(rows: int, n_heads: int, is_fp8: bool, part: int, queries: int, n_sms: 
         "queries": queries, "programmatic": overlaps(),
     }  # fmt: skip
     cluster = 2 if heads == 64 and is_fp8 and head_blocks % 2 == 0 else 1  # thread blocks that share converted pages
-    if heads == 64:
-        specialized = _plan_64(is_fp8, cluster, part > 0 and loads_others_early())
-    else:
-        specialized = _plan_few(heads, is_fp8)
+    specialized = _plan_64(is_fp8, cluster) if heads == 64 else _plan_few(heads, is_fp8)
     merge_heads = 1 if rows * n_heads <= MERGE_BLOCKS else MERGE_HEADS
     return LaunchPlan(
         specialized.name,
@@ -256,7 +250,7 @@ class _Specialized(NamedTuple):
     headers: Mapping[str, str]
 
 
-def _plan_64(is_fp8: bool, cluster: int, loads_early: bool) -> _Specialized:
+def _plan_64(is_fp8: bool, cluster: int) -> _Specialized:
     shared = (3 * TILES + 1) * TILE + 8 * 64 * 4 + (2 * 2 * 3 + 5) * 8  # mla_decode_64.cu divides it
     header = partial(wgmma.header, a="bf16", b="bf16")
     headers = {
@@ -267,10 +261,7 @@ def _plan_64(is_fp8: bool, cluster: int, loads_early: bool) -> _Specialized:
             256, name="wgmma_values_registers", a_in_registers=True, b_transposed=True
         ),
     }
-    constants: dict[str, int | bool] = {
-        "fp8": is_fp8, "cluster": cluster, "shared_bytes": shared, "loads_early": loads_early and not is_fp8,
-    }  # fmt: skip
-    return _Specialized("mla_decode_64", constants, headers)
+    return _Specialized("mla_decode_64", {"fp8": is_fp8, "cluster": cluster, "shared_bytes": shared}, headers)
 
 
 def _plan_few(heads: int, is_fp8: bool) -> _Specialized:

@@ -211,18 +211,8 @@ struct Consumer : Seesaw<Consumer<own>, own> {
     }
 };
 
-// Sets the results of rows without positions to zero, by some threads of each thread block.
-__device__ __forceinline__ void clear_empty_rows(
-    const Lengths& lengths, int rows, uint16_t* out, int n_heads, int thread, int threads) {
-    for (int row = blockIdx.x; row < rows; row += gridDim.x)
-        if (lengths.of(row) <= 0)
-            for (int i = thread; i < n_heads * (latent / 8); i += threads)
-                reinterpret_cast<uint4*>(out + static_cast<int64_t>(row) * n_heads * latent)[i] = make_uint4(0, 0, 0, 0);
-}
-
 // map: the cache [P, 64, 576] bfloat16, or as [P·64, 328] bfloat16 that of [P, 64, 656] bytes. q: [rows, H, 576] bfloat16.
-// pages: [rows, M]. out: [rows, H, 512] bfloat16. partial: [slots, H, 512], lse: [slots, H]. starts: [rows + 1]. With one part
-// of each row, and a cache in BF16, `out` is complete, and nothing is merged.
+// pages: [rows, M]. out: [rows, H, 512] bfloat16. partial: [slots, H, 512], lse: [slots, H]. starts: [rows + 1].
 extern "C" __global__ void __launch_bounds__(consumer_threads + 128, 1)
 mla_decode_64(const __grid_constant__ TensorMap map, const uint8_t* cache, const uint16_t* q, const int* pages,
               const int* lengths, uint16_t* out, float* partial, float* lse, int* starts, float scale, int n_heads,
@@ -235,7 +225,7 @@ mla_decode_64(const __grid_constant__ TensorMap map, const uint8_t* cache, const
         ptx::prefetch_tensormap(&map);
         barriers.init();
     }
-    if (config::programmatic && !(config::loads_early && role.is_producer())) ptx::wait_and_launch_dependents();
+    if constexpr (config::programmatic) ptx::wait_and_launch_dependents();
     sync_all();
     // In each branch anew: registers that all branches share are spilled.
     int* const written = role.is_producer() ? starts : nullptr;
@@ -243,19 +233,13 @@ mla_decode_64(const __grid_constant__ TensorMap map, const uint8_t* cache, const
     if (!role.is_consumer()) {
         ptx::setmaxnreg_dec<config::fp8 ? 72 : 40>();
         Items items = items_here();
-        if constexpr (config::fp8) {
+        if constexpr (config::fp8)
             produce(Converter(shared, barriers, &map, cache), arguments, items);
-        } else if (role.is_producer()) {
-            Loader loader{shared, barriers, &map};
-            produce(loader, arguments, items);
-            loader.end();
-        } else {
+        else if (role.is_producer())
+            produce(Loader{shared, barriers, &map}, arguments, items);
+        else
             QueryLoader{role.warp - consumer_threads / 32 - 1, barriers, {q, n_heads, role.first_head, shared + smem::q}}
                 .run(items);
-            constexpr int first = consumer_threads + 32;
-            if (has_parts && max_parts == 1)
-                clear_empty_rows({lengths, length_step}, rows, out, n_heads, threadIdx.x - first, 96);
-        }
     } else {
         ptx::setmaxnreg_inc<config::fp8 ? 216 : 232>();
         Items items = items_here();

@@ -42,14 +42,11 @@ __device__ __forceinline__ uint8_t* tile_of(uint8_t* shared, int which, int inde
 }
 
 // One warp loads pages in BF16: tiles of 64 rows and channels.
-//
-// With config::loads_early it loads the first pair before it waits for the previous kernel.
 struct Loader {
     uint8_t* const shared;
     Barriers& barriers;
     const TensorMap* const map;
     uint32_t parity[2] = {1, 1};  // the buffers are empty at first
-    bool waits = config::loads_early, has_loaded = false;
 
     __device__ __forceinline__ void load(int which, Part part, int page) {
         barriers.empty[which][part].wait(parity[which]);
@@ -64,8 +61,6 @@ struct Loader {
         const int lane = ptx::lane_id();
         int ids = 0;
         for (int page = 0; page < n_pages; page += 2) {
-            if (has_loaded) end();  // only then are buffers emptied
-            has_loaded = true;
             if (page % 32 == 0) ids = page + lane < n_pages ? pages[page + lane] : 0;
             const int first = __shfl_sync(all_lanes, ids, page % 32), second = __shfl_sync(all_lanes, ids, page % 32 + 1);
             const bool pair = page + 1 < n_pages;
@@ -81,11 +76,6 @@ struct Loader {
             parity[0] ^= 1;
             parity[1] ^= pair;
         }
-    }
-
-    __device__ __forceinline__ void end() {
-        if (waits) ptx::wait_for_previous();
-        waits = false;
     }
 };
 

@@ -15,14 +15,12 @@ from tools import emulator
 def decode(
     q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, part: int, scale: float, seed: int = 0, n_sms: int = 3,
     arithmetic: Literal["float32", "hopper"] = "float32", early: bool = False, older_cache: bool = False,
-    merges: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Run both kernels on an emulated GPU of few SMs.
 
     Args:
         early: whether each begins before the previous one has written queries and cache, or partial results.
         older_cache: whether the cache was written before, and is loaded early.
-        merges: whether mla_merge runs, too.
 
     Returns:
         o [rows, H, 512], partial results [slots, H, 512], lse [slots, H] and lse of rows [rows, H]; NaN where there are
@@ -57,8 +55,6 @@ def decode(
         seed=seed,
         arithmetic=arithmetic,
     )
-    if not merges:
-        return o, partials, lse, lse_of_rows
     emulator.run(
         "mla_merge",
         made.merge_constants,

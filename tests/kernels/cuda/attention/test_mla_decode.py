@@ -96,18 +96,6 @@ def test_a_kernel_that_loads_an_older_cache_early_waits_before_it_reads_queries(
     assert_as_reference(found, q, cache, pages, lengths)
 
 
-@emulated
-@pytest.mark.parametrize("n_pages", [(1, 0, 3), (9, 2, 1), (0, 0, 4)], ids=str)
-def test_rows_of_one_part_need_no_merge(n_pages: tuple[int, ...]):
-    """The kernel loads an older cache early, and writes zeros for rows without positions."""
-    q = torch.randn(3, 16, 576, generator=torch.Generator().manual_seed(0)).bfloat16()
-    pages = torch.randperm(3 * 9, generator=torch.Generator().manual_seed(1)).int().view(3, 9)
-    cache, lengths = filled_cache(27, 512, 64, torch.bfloat16), torch.tensor([64 * n for n in n_pages]).int()
-    found = decode(q, cache, pages, lengths, 576, SCALE, n_sms=2, early=True, older_cache=True, merges=False)[0]
-    assert_as_reference(found, q, cache, pages, lengths, True)
-    assert not found[lengths == 0].any()
-
-
 @pytest.mark.each_value
 @emulated
 @pytest.mark.parametrize("n_pages", [1, 2, 3, 4])
