@@ -276,7 +276,7 @@ TABLE = {
 }
 ROUTING = ("gate", "gate_backward", "count_tokens", "routing_plan", "sequence_balance")
 ATTENTION = ("paged_attention", "paged_attention_with_lse")
-ROW_INVARIANT = ("row_invariant_matmul_nt", "row_invariant_matmul_nt_out")
+ROW_INVARIANT = "row_invariant_matmul_nt"
 QUANTIZATIONS = tuple(name for name in TABLE if name not in ("gemm", *ROUTING, *ATTENTION))
 WITH_HOPPER = (*GEMMS, *QUANTIZATIONS, *ROUTING, *ATTENTION)  # operators that have kernels for Hopper
 OPERATORS = (*WITH_HOPPER, *HOPPER_OR_TORCH, *ONLY_TRITON, *ONLY_TORCH)
@@ -340,12 +340,12 @@ def _choices_on_cpu() -> dict[str, tuple[str, str]]:
     chosen = _all(reference, "torch finds no GPU, and there is no other kernel for CPUs")
     chosen |= {operator: ("torch", why) for operator, why in TORCH_ON_CPU.items()}
     if cpu.library() is None:
-        compiled = *COMPILED_ON_CPU, *ATTENTION, *ROW_INVARIANT, *GEMMS_ON_CPU
+        compiled = *COMPILED_ON_CPU, *ATTENTION, ROW_INVARIANT, *GEMMS_ON_CPU
         return chosen | _each(compiled, reference, "its kernel was not compiled: a C++ compiler is missing, or failed")
     why = "compiled by this machine's C++ compiler for E4M3 and AdamW, bit for bit the reference"
     chosen |= _each(COMPILED_ON_CPU, "C++", why)
     why = "compiled by this machine's C++ compiler; its sums have another order than the reference's"
-    chosen |= _each((*ATTENTION, *ROW_INVARIANT), "C++", why)
+    chosen |= _each((*ATTENTION, ROW_INVARIANT), "C++", why)
     if not cpu.can_multiply():
         return chosen | _each(
             GEMMS_ON_CPU, reference, "its kernel needs a processor that multiplies BF16 (AVX512-BF16)"

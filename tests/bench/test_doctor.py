@@ -22,6 +22,7 @@ from octile.kernels.backends import (
     HOPPER_OR_TORCH,
     ONLY_TORCH,
     OPERATORS,
+    ROW_INVARIANT,
     TORCH_ON_CPU,
     TRITON_ON_HOPPER,
     WITH_HOPPER,
@@ -77,7 +78,7 @@ def kernels():
 def test_without_a_gpu_what_has_a_kernel_is_compiled_and_the_rest_is_the_reference(pretend, monkeypatch, multiplies):
     pretend(None)
     monkeypatch.setattr(backends.cpu, "can_multiply", lambda: multiplies)
-    compiled = COMPILED_ON_CPU + ATTENTION + (GEMMS_ON_CPU if multiplies else ())
+    compiled = (*COMPILED_ON_CPU, *ATTENTION, ROW_INVARIANT, *(GEMMS_ON_CPU if multiplies else ()))
     expected = dict.fromkeys(OPERATORS, "reference (torch, CPU)") | dict.fromkeys(TORCH_ON_CPU, "torch")
     assert kernels() == expected | dict.fromkeys(compiled, "C++")
 
@@ -95,6 +96,7 @@ def test_the_operators_with_a_kernel_for_the_cpu_are_named():
     assert {name for name in registered if has_kernel(f"octile::{name}", "CPU")} == {
         *ATTENTION,
         *COMPILED_ON_CPU,
+        ROW_INVARIANT,
         *GEMMS_ON_CPU,
         *TORCH_ON_CPU,
     }
@@ -202,7 +204,7 @@ def test_without_a_compiler_the_operators_that_it_compiles_say_so(pretend, monke
     pretend(None)
     monkeypatch.setattr(backends.cpu, "library", lambda: None)
     named = {name for name, why in reasons().items() if "a C++ compiler is missing" in why}
-    assert named == {*COMPILED_ON_CPU, *ATTENTION, *GEMMS_ON_CPU}
+    assert named == {*COMPILED_ON_CPU, *ATTENTION, ROW_INVARIANT, *GEMMS_ON_CPU}
 
 
 def test_a_processor_that_does_not_multiply_bf16_is_the_reason_of_gemms(pretend, monkeypatch):
