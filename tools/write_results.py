@@ -134,6 +134,12 @@ def readme() -> Rows:
     metric = "`octile serve`'s engine, V2-Lite's shape in FP8, decoding 32 requests, tokens/s"
     h100 = ratio(record("h100_vllm").ratio(f"{SHAPE}, FP8 weights, decode, batch 32", "decode", TRITON))
     add(metric, record("h200_vllm"), _float(ours), "vLLM 0.26.0", max(map(_float, theirs)), times, h100)
+    metric = "The same in exact mode, whose log-probabilities are those of training in all bits"
+    (exact, default), links = exact_decoding("cost_6_h200"), []
+    for name in ("cost_6_h200", "cost_4"):
+        speeds = exact_decoding(name)
+        links.append(f"[{ratio(speeds[0] / speeds[1], 3)}](benchmarks/history/exact/{name}.txt)")
+    rows.append([metric, number(exact, 0), "octile's default mode", number(default, 0), *links, "28"])
     means = [
         [geometric_mean(speeds) for speeds in zip(*_gemms("FP8", "DeepGEMM", lambda m: m >= 4096, name), strict=True)]
         for name in ("h200_gemm", "h100_gemm")
@@ -149,6 +155,18 @@ def readme() -> Rows:
     metric = "Held-out loss, 81M active parameters, 100M tokens in FP8 from the first step"
     rows.append([metric, losses[0], "BF16", losses[1], found, "–", "27"])
     return rows
+
+
+def exact_decoding(name: str) -> tuple[float, float]:
+    """Tokens/s of 32 requests in exact mode and in the default mode, of a record of `tools.measure_exact`."""
+    text = (ROOT / "benchmarks" / "history" / "exact" / f"{name}.txt").read_text()
+    exact, default = (
+        re.search(rf"^V2-Lite shape, 32 requests, {mode}: ([\d,]+) tokens/s$", text, re.M)
+        for mode in ("exact", "default")
+    )
+    assert exact is not None
+    assert default is not None
+    return _float(exact[1]), _float(default[1])
 
 
 def _linked(times: str, name: str) -> str:

@@ -47,7 +47,11 @@ from octile.ops.permute import (
 )
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
 from octile.ops.rope import latent_keys, latent_keys_backward, rotate_, rotate_and_copy_, rotate_halves
-from octile.ops.row_invariant import row_invariant_matmul_nt, row_invariant_matmul_nt_out
+from octile.ops.row_invariant import (
+    row_invariant_matmul_nt,
+    row_invariant_matmul_nt_out,
+    row_invariant_scaled_nt_out,
+)
 from octile.ops.sample_tokens import sample_tokens
 from octile.ops.scale_layouts import (
     mn_major,
@@ -202,6 +206,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     routing_plan: (ENDS[:, None] - 2, ENDS - 1),
     row_invariant_matmul_nt: (X[None], X[None], torch.float32),
     row_invariant_matmul_nt_out: (torch.zeros(1, len(X), len(X)), X[None], X[None]),
+    row_invariant_scaled_nt_out: (torch.ones(2, 2), *A, *A, False),
     rotate_halves: (HEADS, HEADS, HEADS[:, 0], HEADS[:, 0]),
     sequence_balance: (X, torch.zeros(2, 1, dtype=torch.int64), 1, 1, "sigmoid"),
     sequence_balance_backward: (torch.tensor(1.0), X, X[:1], "sigmoid"),
