@@ -135,11 +135,10 @@ def readme() -> Rows:
     h100 = ratio(record("h100_vllm").ratio(f"{SHAPE}, FP8 weights, decode, batch 32", "decode", TRITON))
     add(metric, record("h200_vllm"), _float(ours), "vLLM 0.26.0", max(map(_float, theirs)), times, h100)
     metric = "The same in exact mode, whose log-probabilities are those of training in all bits"
-    (exact, default), links = exact_decoding("cost_6_h200"), []
-    for name in ("cost_6_h200", "cost_4"):
-        speeds = exact_decoding(name)
-        links.append(f"[{ratio(speeds[0] / speeds[1], 3)}](benchmarks/history/exact/{name}.txt)")
-    rows.append([metric, number(exact, 0), "octile's default mode", number(default, 0), *links, "28"])
+    speeds = {name: exact_decoding(name) for name in ("cost_6_h200", "cost_4")}
+    links = [f"[{ratio(a / b, 3)}](benchmarks/history/exact/{name}.txt)" for name, (a, b) in speeds.items()]
+    exact, default = (number(speed, 0) for speed in speeds["cost_6_h200"])
+    rows.append([metric, exact, "octile's default mode", default, *links, "28"])
     means = [
         [geometric_mean(speeds) for speeds in zip(*_gemms("FP8", "DeepGEMM", lambda m: m >= 4096, name), strict=True)]
         for name in ("h200_gemm", "h100_gemm")

@@ -442,7 +442,7 @@ void load_row(const Cache& cache, const uint8_t* from, float* values) {
     }
 }
 
-typedef float Vector __attribute__((vector_size(32), aligned(4)));
+typedef float Vector __attribute__((vector_size(32), aligned(4), may_alias));  // reads panels of floats
 constexpr int64_t VECTOR = 8, STRIP = 6, PANEL = 2 * VECTOR;  // rows of a strip, columns of a panel: 12 vectors of sums
 constexpr int64_t STRIPS = 16;                                // of a block of rows
 

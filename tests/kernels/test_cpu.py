@@ -155,6 +155,19 @@ def assert_equal_to_torch(operator: Callable[..., Any], *arguments: Any) -> None
         assert torch.equal(f.nan_to_num(0.0).view(torch.int32), e.nan_to_num(0.0).view(torch.int32))
 
 
+def assert_equal_with_any_threads(compute: Callable[[], Tensor]) -> None:
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(compute())
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
 def test_a_compiler_is_found_on_this_machine():
     assert cpu.library() is not None
 
@@ -300,16 +313,7 @@ def test_the_layout_of_operands_changes_no_bit(m, n, k, seed):
 @needs_bf16
 def test_the_number_of_threads_changes_no_bit():
     a, b = encoded(300, 400, 0), encoded(200, 400, 1)
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            results.append(product(a, b))
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+    assert_equal_with_any_threads(lambda: product(a, b))
 
 
 @needs_bf16
@@ -355,13 +359,5 @@ def test_what_is_not_finite_stays_in_its_row_and_column():
 
 
 def test_the_number_of_threads_changes_no_bit_of_rows():
-    a, b, threads = torch.randn(1, 300, 200), torch.randn(1, 200, 200), torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            results.append(cpu.multiply_rows(a, b))
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+    a, b = torch.randn(1, 300, 200), torch.randn(1, 200, 200)
+    assert_equal_with_any_threads(lambda: cpu.multiply_rows(a, b))
