@@ -1,10 +1,10 @@
 """Compile all of octile's CUDA kernels without a GPU: those of the catalogs, with what each one uses."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import repeat
+from typing import NamedTuple
 
 from octile.kernels.cuda.attention import catalog as attention_catalog
 from octile.kernels.cuda.attention import mla_catalog, mqa_logits, sparse_catalog
@@ -18,6 +18,20 @@ from octile.kernels.cuda.quantize import catalog as quantize_catalog
 from octile.kernels.cuda.routing import catalog as routing_catalog
 
 AnyPlan = gate_launcher.LaunchPlan | mqa_logits.LaunchPlan | mla_catalog.KernelPlan
+
+
+class Specialization(NamedTuple):
+    """A kernel with the constants and headers that it is compiled with, and the dynamic shared memory of its launch.
+
+    Attributes:
+        case: the first of the shapes that are launched with it, or the quantization.
+    """
+
+    kernel: str
+    case: str
+    constants: Mapping[str, int | bool]
+    shared_bytes: int
+    headers: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +62,22 @@ def compile_all(architecture: str = "sm_90a") -> list[CompiledKernel]:
     """
     if architecture != "sm_90a":
         raise ValueError(f"architecture must be sm_90a, not {architecture!r}")
+    return compile_concurrently(specializations())
+
+
+def compile_concurrently(kernels: Iterable[Specialization]) -> list[CompiledKernel]:
+    """Compile as many kernels at a time as there are CPUs, or read them from the disk cache."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(_compile, kernels))
+
+
+def compile_gemm(case: str, config: GemmConfig) -> CompiledKernel:
+    """Compile the kernel of a GEMM, or read it from the disk cache."""
+    return _compile(_gemm(case, config))
+
+
+def specializations() -> list[Specialization]:
+    """Return what the catalogs' shapes and quantizations launch; shapes may share the kernel of a GEMM."""
     cases: dict[GemmConfig, list[str]] = {}  # several shapes may share a kernel
     for case, config in gemm_catalog.configs().items():
         cases.setdefault(config, []).append(case)
@@ -57,32 +87,29 @@ def compile_all(architecture: str = "sm_90a") -> list[CompiledKernel]:
         **gate_catalog.plans(), **attention_catalog.plans(), **mla_catalog.plans(), **sparse_catalog.plans(),
         **few_rows_catalog.plans(),
     }  # fmt: skip
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        gemms = pool.map(compile_gemm, names, cases)
-        others = pool.map(_compile, launches, *zip(*launches.values(), strict=True), repeat(architecture))
-        planned = pool.map(_compile_plan, plans, plans.values(), repeat(architecture))
-        return [*gemms, *others, *planned]
+    return [
+        *map(_gemm, names, cases),
+        *(Specialization(made.name, case, made.constants, made.shared_bytes) for case, made in launches.items()),
+        *(
+            Specialization(p.kernel, case, p.constants, p.constants["shared_bytes"], p.headers)
+            for case, p in plans.items()
+        ),
+    ]
 
 
-def _compile_plan(case: str, plan: AnyPlan, architecture: str) -> CompiledKernel:
-    return _compile(case, plan.kernel, plan.constants, plan.constants["shared_bytes"], architecture, plan.headers)
+def _gemm(case: str, config: GemmConfig) -> Specialization:
+    return Specialization("gemm", case, config.constants(), config.shared_bytes, config.headers())
 
 
-def compile_gemm(case: str, config: GemmConfig) -> CompiledKernel:
-    """Compile the kernel of a GEMM, or read it from the disk cache."""
-    return _compile(case, "gemm", config.constants(), config.shared_bytes, "sm_90a", config.headers())
-
-
-def _compile(
-    case: str,
-    kernel: str,
-    constants: Mapping[str, int | bool],
-    shared_bytes: int,
-    architecture: str,
-    headers: Mapping[str, str] | None = None,
-) -> CompiledKernel:
-    cubin = specialize.compile(kernel, constants, architecture, headers)
-    shared, warnings = cubin.static_shared_bytes + shared_bytes, "; ".join(cubin.warnings)
+def _compile(kernel: Specialization) -> CompiledKernel:
+    cubin = specialize.compile(kernel.kernel, kernel.constants, "sm_90a", kernel.headers)
     return CompiledKernel(
-        kernel, case, cubin.registers, cubin.stack_bytes, cubin.spill_bytes, shared, cubin.seconds, warnings
+        kernel.kernel,
+        kernel.case,
+        cubin.registers,
+        cubin.stack_bytes,
+        cubin.spill_bytes,
+        cubin.static_shared_bytes + kernel.shared_bytes,
+        cubin.seconds,
+        "; ".join(cubin.warnings),
     )

@@ -4,7 +4,14 @@ import pytest
 
 from octile.bench.shapes import MIDDLE
 from octile.bench.tune import problem
-from octile.kernels.cuda.compile_all import CompiledKernel, compile_all, compile_gemm
+from octile.kernels.cuda.compile_all import (
+    CompiledKernel,
+    Specialization,
+    compile_all,
+    compile_concurrently,
+    compile_gemm,
+    specializations,
+)
 from octile.kernels.cuda.gemm.candidates import choose
 from octile.kernels.cuda.gemm.catalog import configs
 from octile.kernels.cuda.gemm.cost_model import Chip
@@ -13,12 +20,24 @@ from octile.kernels.hopper import SHARED_BYTES
 
 pytestmark = pytest.mark.exhaustive  # the tests of each kernel compile it, too, for an emulation of its threads
 
+SOURCES = sorted(path.stem for path in specialize.FOLDER.glob("*/*.cu"))
+
 
 @pytest.fixture(scope="module")
-def compiled() -> list[CompiledKernel]:
+def catalogs() -> dict[str, list[Specialization]]:
+    """The specializations of each kernel."""
+    found: dict[str, list[Specialization]] = {}
+    for kernel in specializations():
+        found.setdefault(kernel.kernel, []).append(kernel)
+    return found
+
+
+@pytest.fixture(scope="module", params=SOURCES)
+def compiled(request: pytest.FixtureRequest, catalogs: dict[str, list[Specialization]]) -> list[CompiledKernel]:
+    """A kernel in each form, one kernel at a time, since all take minutes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("OCTILE_CUDA_COMPILER", raising=False)
-        return compile_all("sm_90a")
+        return compile_concurrently(catalogs[request.param])
 
 
 def test_kernels_for_the_rows_of_inference_do_not_spill():
@@ -26,13 +45,12 @@ def test_kernels_for_the_rows_of_inference_do_not_spill():
     assert [config for config in chosen if compile_gemm("", config).stack_bytes] == []
 
 
-def test_there_is_a_kernel_for_each_plan(compiled):
-    assert len([k for k in compiled if k.kernel == "gemm"]) == len(set(configs().values())) > 0
+def test_there_is_a_gemm_for_each_plan(catalogs):
+    assert len(catalogs["gemm"]) == len(set(configs().values())) > 0
 
 
-def test_every_quantization_has_a_kernel(compiled):
-    sources = {path.stem for path in specialize.FOLDER.glob("*/*.cu")}
-    assert {kernel.kernel for kernel in compiled} == sources
+def test_every_kernel_is_in_a_catalog(catalogs):
+    assert sorted(catalogs) == SOURCES
 
 
 def test_nothing_spills(compiled):
