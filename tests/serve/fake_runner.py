@@ -52,7 +52,7 @@ class FakeRunner:
         for _ in range(sampling.max_new_tokens):
             row = Row(sampling, sampling.seed, len(tokens), request.histories(end_tokens)[0])
             tokens.append(choose(self.logits_after(tokens)[None], [row]).item())
-        return tokens[len(prompt) :]
+        return tokens[len(prompt) :].tolist()
 
     def run(self, batch):
         self.batches.append(batch)

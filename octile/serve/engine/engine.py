@@ -13,6 +13,7 @@ engine drafts, a pass of the multi-token prediction layer. The engine has no thr
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
 from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -658,4 +659,4 @@ def _chunk(scheduled: Scheduled, rows: list[Row], end_tokens: Collection[int]) -
         rows.append(Row(request.sampling, request.seed, length + i, text))
     if not drafts:
         return Chunk(tokens[start:], start, request.pages, 1)
-    return Chunk(tokens[start:] + drafts, start, request.pages, 1 + len(drafts))
+    return Chunk(tokens[start:] + array("q", drafts), start, request.pages, 1 + len(drafts))

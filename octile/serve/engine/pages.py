@@ -18,12 +18,12 @@ from collections.abc import Iterable, Sequence
 NO_KEY = b""  # the key before the first page
 
 
-def page_key(before: bytes, tokens: Sequence[int]) -> bytes:
+def page_key(before: bytes, tokens: array[int]) -> bytes:
     """Return the key of a full page: a hash of the key of the page before it, or NO_KEY, and of its tokens.
 
     A cryptographic hash: nobody can make a prompt whose key is that of another prompt.
     """
-    return hashlib.blake2b(before + array("i", tokens).tobytes(), digest_size=16).digest()
+    return hashlib.blake2b(before + tokens.tobytes(), digest_size=16).digest()
 
 
 class PageAllocator:

@@ -254,7 +254,7 @@ class Request:
         prompt: the tokens of the prompt.
         sampling: how to continue it.
         seed: the sampling's seed, or the one that was drawn for this request.
-        tokens: the tokens of the prompt and those generated so far.
+        tokens: array("q") of the tokens of the prompt and those generated so far.
         max_length: tokens at which it ends at the latest.
         finish_reason: None while the request waits or runs.
         n_computed: the first tokens, as many, have their latents in the pages.
@@ -279,7 +279,7 @@ class Request:
     prompt: Sequence[int]
     sampling: Sampling
     seed: int
-    tokens: list[int] = field(init=False)
+    tokens: array[int] = field(init=False)
     max_length: int = field(init=False)
     finish_reason: FinishReason | None = field(init=False, default=None)
     n_computed: int = field(init=False, default=0)
@@ -299,7 +299,7 @@ class Request:
     matcher: Matcher | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.prompt)
+        self.tokens = array("q", self.prompt)
         self.max_length = len(self.prompt) + self.sampling.max_new_tokens
 
     def __reduce__(self) -> tuple[type[Request], tuple[int, Sequence[int], Sampling, int]]:

@@ -77,8 +77,10 @@ class BatchCheck:
         needed = (start + size + PAGE - 1) // PAGE
         if len(pages) < needed:
             return f"has {len(pages)} pages, but {start + size} positions need {needed}"
-        if not (min(tokens) >= 0 and max(tokens) < self._vocab_size):
-            return f"must have tokens from 0 to {self._vocab_size - 1}, not {min(tokens)} to {max(tokens)}"
+        few = size <= MAX_DECODE_TOKENS  # of which numpy finds the least more slowly
+        least, most = (min(tokens), max(tokens)) if few else _range(np.array(tokens))
+        if least < 0 or most >= self._vocab_size:
+            return f"must have tokens from 0 to {self._vocab_size - 1}, not {least} to {most}"
         return None
 
     def _why_not_pages(self, pages: array[int]) -> str | None:
@@ -86,6 +88,10 @@ class BatchCheck:
         if min(pages) < 0 or max(pages) >= self._n_pages:
             return f"must have pages from 0 to {self._n_pages - 1}, not {list(pages)}"
         return None
+
+
+def _range(values: np.ndarray) -> tuple[int, int]:
+    return int(values.min()), int(values.max())
 
 
 class PrefillPiece(NamedTuple):
@@ -377,23 +383,23 @@ def mixed_step(
     if not chunks:
         return step
     contexts = [_slots(chunk) for chunk in chunks]
-    new = torch.zeros(3, n_filled - n_rows, dtype=torch.int64)
+    new = np.zeros((3, n_filled - n_rows), np.int64)
     new[2, n_new:] = -1
     first = 0
     for chunk, slots in zip(chunks, contexts, strict=True):
         end = first + len(chunk.tokens)
-        new[0, first:end] = torch.frombuffer(array("q", chunk.tokens), dtype=torch.int64)
-        torch.arange(chunk.start, chunk.start + len(chunk.tokens), out=new[1, first:end])
+        new[0, first:end] = chunk.tokens
+        new[1, first:end] = np.arange(chunk.start, chunk.start + len(chunk.tokens))
         new[2, first:end] = slots[chunk.start :]
         first = end
     decode_rows = torch.stack(step[:3])[:, :n_rows]
-    tokens_T, positions_T, slots_T = torch.cat((decode_rows, send(new, device)), dim=1).unbind()
+    tokens_T, positions_T, slots_T = torch.cat((decode_rows, send(torch.from_numpy(new), device)), dim=1).unbind()
     max_positions = max(CONTEXT_POSITIONS, len(tokens_T))
     return step._replace(
         tokens=tokens_T,
         positions=positions_T,
         slots=slots_T,
-        context=send(torch.cat((*contexts, torch.zeros(fill - 1, dtype=torch.int64))), device),
+        context=send(torch.from_numpy(np.concatenate((*contexts, np.zeros(fill - 1, np.int64)))), device),
         prefills=_pieces(chunks, n_rows, max_positions, max_together, fill, device),
         max_positions=max_positions,
     )
@@ -409,10 +415,11 @@ def padded_size(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _slots(chunk: Chunk) -> Tensor:
+def _slots(chunk: Chunk) -> np.ndarray:
     """Return the slots of all positions up to a chunk's last one, int64 [L]."""
-    position = torch.arange(chunk.start + len(chunk.tokens))
-    return torch.frombuffer(chunk.pages, dtype=torch.int32)[position // PAGE].long() * PAGE + position % PAGE
+    length = chunk.start + len(chunk.tokens)
+    pages = np.frombuffer(chunk.pages, np.int32)[: -(-length // PAGE)].astype(np.int64)
+    return np.add.outer(pages * PAGE, np.arange(PAGE)).ravel()[:length]
 
 
 def _pieces(

@@ -127,7 +127,7 @@ def test_each_request_has_the_drafts_that_its_own_acceptance_pays_for(engine_of,
     always, never, later = requests = [engine.add([first, 5, 6], sampling) for first in (1, 2, 3)]
     run(engine)
     for request in requests:
-        assert request.tokens[3:] == runner.text_of(request.prompt, sampling)
+        assert request.tokens[3:].tolist() == runner.text_of(request.prompt, sampling)
     # steps that are launched ahead have as many rows for each request: drafts of one have to pay for all
     assert always.accepted_tokens == always.drafted_tokens > (100 if max_ahead else 160)
     assert never.accepted_tokens == 0 < never.drafted_tokens < 20
@@ -199,7 +199,7 @@ def test_a_request_that_is_canceled_in_flight_changes_no_other(engine_of, n_draf
     late = engine.add([9] * 5, sampling)  # takes the freed pages
     run(engine)
     for request in (requests[0], *requests[2:], late):
-        assert request.tokens[5:] == runner.text_of(request.prompt, sampling)
+        assert request.tokens[5:].tolist() == runner.text_of(request.prompt, sampling)
     assert (engine.stats().used_pages, engine.stats().canceled, engine.stats().finished) == (0, 1, 4)
 
 
@@ -309,7 +309,7 @@ def test_steps_of_truncated_sampling_are_launched_ahead(engine_of, limits, n_dra
     run(engine)
     assert engine.stats().steps_ahead > 0
     expected = [runner.text_of(request.prompt, request.sampling) for request in requests]
-    assert [request.tokens[3:] for request in requests] == expected
+    assert [request.tokens[3:].tolist() for request in requests] == expected
 
 
 def test_steps_are_launched_ahead_while_the_first_that_waits_has_no_room(engine_of):
@@ -320,7 +320,7 @@ def test_steps_are_launched_ahead_while_the_first_that_waits_has_no_room(engine_
     run(engine)
     stats = engine.stats()
     assert stats.steps_ahead > stats.steps // 3
-    assert all(request.tokens[20:] == runner.text_of(request.prompt, sampling) for request in requests[::10])
+    assert all(request.tokens[20:].tolist() == runner.text_of(request.prompt, sampling) for request in requests[::10])
 
 
 def test_steps_are_launched_ahead_until_no_page_is_free(engine_of):
@@ -525,7 +525,7 @@ def test_a_request_with_the_id_of_one_that_runs_is_refused_and_changes_nothing(e
     with pytest.raises(ValueError, match=rf"^request\.id must differ from .*, not {first.id}, .* one RequestFactory"):
         engine.submit(other)
     run(engine)
-    assert first.tokens[3:] == runner.text_of([1, 2, 3], sampling)
+    assert first.tokens[3:].tolist() == runner.text_of([1, 2, 3], sampling)
     assert (engine.stats().requests, engine.stats().finished, other.n_generated) == (1, 1, 0)
 
 
@@ -536,7 +536,7 @@ def test_the_id_of_a_request_that_has_ended_may_come_again(engine_of):
     (other,) = RequestFactory(320, 128).make([4, 5], sampling)
     engine.submit(other)
     run(engine)
-    assert other.tokens[2:] == runner.text_of([4, 5], sampling)
+    assert other.tokens[2:].tolist() == runner.text_of([4, 5], sampling)
 
 
 def test_an_empty_prompt_is_refused(engine_of):

@@ -1,5 +1,7 @@
 """Tests of the page allocator: a state machine compares it with a plain model of who holds what."""
 
+from array import array
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 def keys_of(tokens):
     keys = [NO_KEY]
     for end in range(PAGE, len(tokens) + 1, PAGE):
-        keys.append(page_key(keys[-1], tokens[end - PAGE : end]))
+        keys.append(page_key(keys[-1], array("q", tokens[end - PAGE : end])))
     return keys[1:]
 
 
@@ -89,7 +91,8 @@ class TestHolders(Holders.TestCase):
 
 
 def test_the_key_of_a_page_depends_on_the_pages_before_it():
-    assert page_key(page_key(NO_KEY, [1, 2]), [3, 4]) != page_key(page_key(NO_KEY, [2, 1]), [3, 4])
+    first, other, next_page = (array("q", tokens) for tokens in ([1, 2], [2, 1], [3, 4]))
+    assert page_key(page_key(NO_KEY, first), next_page) != page_key(page_key(NO_KEY, other), next_page)
 
 
 def test_shared_pages_are_not_free_any_more_unless_another_request_holds_them():

@@ -54,7 +54,7 @@ def test_they_are_those_of_the_logits_in_any_batch(tokenizer, n_drafts, max_ahea
             assert not any(output.prompt_logprobs for output in outputs[request.id])
         else:
             assert_scored(runner, request, outputs[request.id])
-        assert request.tokens[len(request.prompt) :] == runner.text_of(request.prompt, request.sampling)
+        assert request.tokens[len(request.prompt) :].tolist() == runner.text_of(request.prompt, request.sampling)
 
 
 def test_a_cached_prefix_is_computed_anew_for_them_and_shared_by_others(tokenizer):

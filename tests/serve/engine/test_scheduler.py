@@ -92,7 +92,7 @@ def test_the_newest_request_is_put_back_when_pages_run_out_and_keeps_its_tokens(
     assert (list(scheduler.running), list(scheduler.waiting)) == ([0], [requests[1]])
     assert len(requests[1].tokens) > 4
     run_to_the_end(scheduler)
-    assert [request.tokens[4:] for request in requests] == [list(range(4, 16))] * 2
+    assert [request.tokens[4:].tolist() for request in requests] == [list(range(4, 16))] * 2
 
 
 def test_a_request_that_was_put_back_shares_what_is_still_cached():

@@ -54,10 +54,10 @@ def test_each_piece_of_a_text_is_that_of_the_weights_which_its_marks_name(engine
     assert (max(len(request.weights_versions) for request in requests) > 1) == (in_flight != "finish")
     for request in requests:
         own = [output for output in outputs if output.request_id == request.id]
-        assert [token for output in own for token in output.tokens] == request.tokens[len(request.prompt) :]
+        assert [token for output in own for token in output.tokens] == request.tokens[len(request.prompt) :].tolist()
         versions = [output.weights_version for output in own if output.tokens]
         assert sorted(set(versions)) == [version for _, version in request.weights_versions]
-        assert request.tokens == expected_tokens(runner, request)
+        assert request.tokens.tolist() == expected_tokens(runner, request)
 
 
 def test_requests_that_wait_begin_with_the_new_weights_and_delay_no_step_of_those_that_finish(engine_of):

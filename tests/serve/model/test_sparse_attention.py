@@ -115,7 +115,7 @@ def greedy_texts(model: DeepseekV3, tokenizer: Tokenizer, index_format: IndexFor
     requests = [engine.add(text(n, seed), Sampling(GREEDY_TOKENS, ignore_eos=True)) for seed, n in enumerate(N_PROMPT)]
     while engine.has_work:
         engine.step()
-    return [request.tokens for request in requests]
+    return [request.tokens.tolist() for request in requests]
 
 
 def test_an_indexer_in_fp32_writes_the_texts_of_transformers(theirs, tokenizer):
