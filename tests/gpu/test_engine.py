@@ -44,6 +44,8 @@ def texts_of(model, tokenizer, together, n_drafts=0, n_pages=64, n_new=24, ahead
     runner = ModelRunner(model, n_pages, max_batch=16, batch_invariant=True, n_drafts=n_drafts)
     runner.max_ahead *= ahead
     engine = Engine(runner, tokenizer, EngineConfig(max_batch=16, max_step_tokens=96, n_drafts=n_drafts))
+    assert engine.runs_ahead
+    engine.runs_ahead = ahead
     found: dict[int, tuple[int, ...]] = {}
     for i, sampling in enumerate(SAMPLINGS):
         engine.add(text(30 + 17 * i, seed=i), replace(sampling, max_new_tokens=n_new))
@@ -81,6 +83,25 @@ def test_a_text_is_the_same_where_steps_are_launched_ahead(model, tokenizer, n_d
     assert stats_ahead.steps_ahead > stats.steps_ahead == 0
     # steps that are launched ahead choose their numbers of drafts a step later
     assert (stats.drafted_tokens > 0) == (stats_ahead.drafted_tokens > 0) == (n_drafts > 0)
+
+
+def test_a_text_is_the_same_where_a_prompt_is_computed_in_a_decode_graph(model, tokenizer):
+    """A prompt whose beginning is cached joins while a pass is in flight; its last token is a decode row."""
+    found = []
+    for ahead in (False, True):
+        runner = ModelRunner(model, 64, max_batch=16, batch_invariant=True)
+        runner.max_ahead *= ahead
+        engine = Engine(runner, tokenizer, EngineConfig(max_batch=16, max_step_tokens=96))
+        engine.runs_ahead = ahead
+        requests = [engine.add(text(129, seed=0), SAMPLINGS[0]), engine.add(text(40, seed=1), SAMPLINGS[1])]
+        for i in range(2, 6):
+            engine.step()
+            requests.append(engine.add(text(129, seed=0), SAMPLINGS[i]))
+        while engine.has_work:
+            engine.step()
+        found.append([request.tokens for request in requests])
+    assert engine.stats().shared_tokens >= 3 * 128
+    assert found[0] == found[1]
 
 
 def logprobs_of(model, tokenizer, batch_invariant: bool, ahead: bool):

@@ -32,7 +32,7 @@ class FakeRunner:
         self.pages = [[EMPTY] * page_size for _ in range(n_pages)]
         self.draft_pages = [[EMPTY] * page_size for _ in range(n_pages)]
         self.batches: list[Batch] = []
-        self.max_ahead, self.n_drafts = max_ahead, n_drafts
+        self.max_ahead, self.n_drafts, self.runs_ahead = max_ahead, n_drafts, max_ahead > 0
         self.decode_steps = self.scored_steps = self.version = 0
         self.prefixes: list[list[int]] = []  # of the rows of the last pass
         self.before: list[tuple[int, list[int]]] = []  # the last decode step: positions and tokens of its requests
@@ -58,6 +58,9 @@ class FakeRunner:
         self.batches.append(batch)
         logits, hidden, self.prefixes = [], [], []
         for chunk in batch.chunks:
+            if batch.chosen is not None and min(chunk.tokens) < 0:
+                (token,) = chunk.tokens
+                chunk = chunk._replace(tokens=[max(0, batch.chosen[-1 - token].item())])
             self._write(self.pages, chunk)
             for i in range(len(chunk.tokens)):
                 prefix = self._read(self.pages, chunk.pages, chunk.start + i + 1)

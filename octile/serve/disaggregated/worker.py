@@ -194,6 +194,7 @@ class PrefillWorker(_Worker):
 
     def __init__(self, connection: Connection, engine: Engine, runner: ModelRunner, n_decode: int):
         super().__init__(connection, engine, runner)
+        engine.runs_ahead = False  # the next pass would go before the copy of latents, which the other process awaits
         self.pool = PagePool(-(-runner.max_position // PAGE), runner.pages)  # one of the longest texts
         connection.send(_ready(runner, [self.pool.share() for _ in range(n_decode)]))
 

@@ -38,11 +38,11 @@ from octile.serve.engine.request import (
     TokenLogprobs,
     check_id,
 )
-from octile.serve.engine.sampler import Row, choose_tokens, token_logprobs
+from octile.serve.engine.sampler import ChosenTokens, Row, choose, choose_tokens, token_logprobs
 from octile.serve.engine.scheduler import Scheduled, Scheduler
 from octile.serve.engine.stats import Stats
 from octile.serve.engine.text import TextStream
-from octile.serve.runner.batch import Batch, Chunk, DecodedTokens, DecodeRequest, Runner
+from octile.serve.runner.batch import Batch, Chunk, DecodedTokens, DecodeRequest, Results, Runner
 from octile.tokenizer import Tokenizer
 
 NOT_FINITE = "the model's logits are not finite"  # how the errors of such requests begin
@@ -67,6 +67,24 @@ class _InFlight(NamedTuple):
     tokens: DecodedTokens
 
 
+class _Pass(NamedTuple):
+    """A forward pass of chunks that is launched.
+
+    Attributes:
+        scheduled: its requests, and how many tokens of each it computes.
+        ends: the position after these, if the token there is chosen; otherwise more of the prompt follows.
+        rows: how the token after each of its logits is chosen.
+        results: what the runner computes.
+        chosen: the tokens that it has chosen; None: they are chosen when it is collected.
+    """
+
+    scheduled: Sequence[Scheduled]
+    ends: Sequence[int | None]
+    rows: Sequence[Row]
+    results: Results
+    chosen: ChosenTokens | None
+
+
 class FirstToken(NamedTuple):
     """The first token after a prompt, and log-probabilities of it and of the prompt if they were asked for."""
 
@@ -88,6 +106,7 @@ class Engine:
         weights_version: how often `update_weights` has updated the weights.
         compiles_in_background: whether other requests run while the grammar of a request is compiled. Engines that must
             schedule the same requests in each step compile at once.
+        runs_ahead: whether a pass with prompts is launched before the tokens of the one before are collected.
 
     Raises:
         ValueError: config asks for drafts, and the model has no multi-token prediction layer.
@@ -112,11 +131,12 @@ class Engine:
         if self.config.n_drafts:
             self._drafter = Drafter(runner, self._scheduler, self._end_tokens)
         self._to_draft: tuple[list[Computed], Tensor] | None = None  # after `run`: its requests and hidden states
-        self._in_flight: _InFlight | None = None  # a decode step that is launched and not collected
+        self._in_flight: _InFlight | _Pass | None = None  # a step that is launched and not collected
         self._adopted: list[tuple[Request, FirstToken]] = []  # since the last step
         self._grammars = GrammarCompiler(tokenizer, runner.vocab_size, self._end_tokens)
         self._compiling: dict[int, Future[Matcher]] = {}  # of requests that wait for their grammar
         self.compiles_in_background = True
+        self.runs_ahead = runner.runs_ahead
         self._requests: dict[int, Request] = {}
         self._texts: dict[int, TextStream] = {}
         self._factory = RequestFactory(runner.vocab_size, runner.max_position)
@@ -197,7 +217,9 @@ class Engine:
     def step(self) -> list[Output]:
         """Run one forward pass, and return what it adds to each request that has new tokens or ends.
 
-        If all requests decode, and the runner can, the next pass is launched before this one's tokens are collected.
+        If the runner can, the next pass is launched before this one's tokens are collected, so that a GPU does not wait
+        for the host: if all requests decode (`Runner.decode`), and between two passes with prompts whose requests all
+        sample plainly.
         """
         failed = self._take_compiled() if self._compiling else []
         return failed + self._first_outputs() + self._next_outputs()
@@ -296,15 +318,38 @@ class Engine:
         launched = self._in_flight
         if launched is None and self._can_launch(None):
             launched = self._launch(None, self.n_drafts)
+        if launched is None and (scheduled := self._scheduler.schedule()):
+            launched = self._launch_pass(scheduled, None)
         if launched is None:
-            outputs = self.run(self._scheduler.schedule())
-            self.draft()
-            return outputs
+            return []
+        self._in_flight = None
+        if isinstance(launched, _Pass):
+            return self._outputs_of_pass(launched)
         self._in_flight = self._launch(launched, self.n_drafts) if self._can_launch(launched) else None
         outputs = self._collect(launched)
         if not self._requests:
             self._in_flight = None
         return outputs
+
+    def _outputs_of_pass(self, launched: _Pass) -> list[Output]:
+        """Collect a pass, after the launch of the next one if that can be."""
+        after: _Pass | None = None
+        if launched.chosen is not None and self._has_plain_pass() and (scheduled := self._scheduler.schedule()):
+            after = self._launch_pass(scheduled, launched.chosen.on_device)
+        outputs = self._collect(launched)
+        if after is not None and after.chosen is None:  # another request has joined that needs more than a token
+            outputs += self._collect(after)
+        elif self._requests:
+            self._in_flight = after
+        self.draft()
+        return outputs
+
+    def _has_plain_pass(self) -> bool:
+        """Whether the next pass has prompts, and nothing but tokens is wanted of those that run."""
+        running, scheduler = self._scheduler.running.values(), self._scheduler
+        if self._adopted or not (scheduler.can_admit() or any(request.n_pending > 1 for request in running)):
+            return False
+        return all(map(_needs_only_tokens, running))
 
     @property
     def n_running(self) -> int:
@@ -336,6 +381,7 @@ class Engine:
             n_drafts: drafts that the step makes for each request: ranks that exchange rows make as many.
         """
         before = self._in_flight
+        assert not isinstance(before, _Pass)  # ranks collect each pass before the next one
         self._in_flight = self._launch(before, n_drafts) if self._requests else None
         outputs = [] if before is None else self._collect(before)
         if not self._requests:
@@ -351,12 +397,73 @@ class Engine:
 
     def run(self, scheduled: Sequence[Scheduled]) -> list[Output]:
         """Run a forward pass of chunks that were just scheduled, and collect what it has chosen; `draft` follows."""
-        if not scheduled:
-            return []
+        return self._collect(self._launch_pass(scheduled, None)) if scheduled else []
+
+    def _launch_pass(self, scheduled: Sequence[Scheduled], chosen_before: Tensor | None) -> _Pass:
+        """Launch a forward pass of chunks that were just scheduled.
+
+        Args:
+            scheduled: at least one.
+            chosen_before: the tokens of the pass before, if that is not collected.
+        """
         self._steps += 1
+        self._steps_ahead += chosen_before is not None
         rows: list[Row] = []
-        results = self._runner.run(Batch([_chunk(s, rows, self._end_tokens) for s in scheduled]))
-        tokens, logprobs, errors = choose_tokens(results.logits, rows)
+        chunks = [_chunk(s, rows, self._end_tokens) for s in scheduled]
+        continues = any(request.tokens[-1] < 0 for request, _ in scheduled)
+        results = self._runner.run(Batch(chunks, chosen_before if continues else None))
+        only_tokens = all(_needs_only_tokens(request) for request, _ in scheduled)
+        if not self.runs_ahead or self._drafter is not None or not only_tokens:
+            return _Pass(scheduled, (), rows, results, None)
+        try:
+            tokens = choose(results.logits, rows) if rows else results.logits.new_empty(0, dtype=torch.int64)
+            chosen = ChosenTokens(tokens)
+        except Exception:  # of one row or several: `choose_tokens` finds which
+            return _Pass(scheduled, (), rows, results, None)
+        ends: list[int | None] = []
+        n_rows = 0
+        for request, n_tokens in scheduled:
+            end = request.n_computed + n_tokens
+            is_last = end == len(request.tokens)
+            if n_tokens == 1 and is_last:
+                request.n_computed = end  # its page is shared when the token in it is known
+            else:
+                self._scheduler.advance(request, end)
+            if is_last:
+                n_rows += 1
+                request.tokens.append(-n_rows)
+            ends.append(end if is_last else None)
+        return _Pass(scheduled, ends, rows, results, chosen)
+
+    def _collect(self, launched: _InFlight | _Pass) -> list[Output]:
+        """Wait for a step, and return what it adds to its requests."""
+        if isinstance(launched, _InFlight):
+            return self._collect_decoded(launched)
+        if launched.chosen is None:
+            return self._collect_logits(launched)
+        return self._collect_chosen(launched, launched.chosen.wait())
+
+    def _collect_chosen(self, launched: _Pass, tokens: Sequence[int]) -> list[Output]:
+        """Return what the tokens of a pass add to its requests, which may have a number for the next token, too."""
+        ends = zip(launched.scheduled, launched.ends, strict=True)
+        choosing = [(request, end) for (request, _), end in ends if end is not None]
+        outputs: list[Output] = []
+        for (request, end), token in zip(choosing, tokens, strict=True):
+            if request.finish_reason is not None:
+                continue  # it has ended since the pass was launched
+            later = request.tokens[end + 1 :]
+            del request.tokens[end:]
+            outputs.append(self._extend(request, 0, [token], 0))
+            if request.finish_reason is None:
+                if request.n_computed >= end:  # otherwise it was preempted
+                    self._scheduler.share(request, end - 1, end)
+                request.tokens.extend(later)
+        return outputs
+
+    def _collect_logits(self, launched: _Pass) -> list[Output]:
+        """Choose the tokens of a pass, and return what they add to its requests."""
+        scheduled, results = launched.scheduled, launched.results
+        tokens, logprobs, errors = choose_tokens(results.logits, launched.rows)
         wrong = self._score_prompts(scheduled, results.hidden)
         outputs: list[Output] = []
         computed: list[Computed] = []
@@ -364,7 +471,9 @@ class Engine:
         for request, n_tokens in scheduled:
             start, row = request.n_computed, first
             first += n_tokens
-            if request.id in wrong:
+            if request.finish_reason is not None:
+                n_rows += 1  # by its token of the pass before: it decodes
+            elif request.id in wrong:
                 request.prompt_logprobs.clear()
                 outputs.append(self._extend(request, 0, [NOT_A_NUMBER], 0, why=wrong[request.id]))
                 n_rows += start + n_tokens >= len(request.tokens)
@@ -434,7 +543,7 @@ class Engine:
         if self._drafter is not None:
             self._drafter.lacks_draft = False
 
-    def _can_launch(self, before: _InFlight | None) -> bool:
+    def _can_launch(self, before: _InFlight | _Pass | None) -> bool:
         """Whether a decode step of all running requests can be launched, and no other can join them.
 
         Args:
@@ -502,7 +611,7 @@ class Engine:
         has_results = sampling.logprobs is None or not self.config.n_drafts  # with drafts a step returns tokens alone
         return request.n_pending == 1 and sampling.can_run_ahead and has_results
 
-    def _collect(self, launched: _InFlight) -> list[Output]:
+    def _collect_decoded(self, launched: _InFlight) -> list[Output]:
         """Wait for a decode step, and return what it adds to its requests."""
         outputs: list[Output] = []
         for request, verified, decoded in zip(
@@ -628,6 +737,12 @@ class Engine:
         if self._compiling.pop(request.id, None) is None:
             self._scheduler.remove(request)
         del self._requests[request.id], self._texts[request.id]
+
+
+def _needs_only_tokens(request: Request) -> bool:
+    """Whether of a pass nothing but the token is wanted, which does not depend on the tokens before."""
+    sampling = request.sampling
+    return sampling.can_run_ahead and sampling.logprobs is None and not request.needs_prompt_logprobs
 
 
 def _beyond(n_drafts: int) -> int:

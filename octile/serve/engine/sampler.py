@@ -106,6 +106,32 @@ def _on_device(numbers: Sequence[object], dtype: torch.dtype, like: Tensor) -> T
     return t.to(like.device, non_blocking=True)
 
 
+class ChosenTokens:
+    """The tokens of rows of logits, which a GPU may not have computed yet.
+
+    Args:
+        tokens_L: int64 [L]; negative as in `choose`.
+
+    Attributes:
+        on_device: these.
+    """
+
+    def __init__(self, tokens_L: Tensor):
+        self.on_device = tokens_L
+        self._ready: torch.cuda.Event | None = None
+        self._on_host = torch.empty_like(tokens_L, device="cpu", pin_memory=tokens_L.is_cuda)
+        self._on_host.copy_(tokens_L, non_blocking=True)
+        if tokens_L.is_cuda:
+            self._ready = torch.cuda.Event()
+            self._ready.record(torch.cuda.current_stream(tokens_L.device))
+
+    def wait(self) -> list[int]:
+        """Wait for the tokens, and return them."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return self._on_host.tolist()
+
+
 class TokenChoice(NamedTuple):
     """The tokens of rows of logits.
 

@@ -80,6 +80,8 @@ class Scheduler:
         budget = self.config.max_step_tokens
         scheduled, prefilling = [], []
         for request in list(self.running.values()):
+            if len(request.tokens) == request.max_length:
+                continue  # the pass that is launched chooses its last token
             if request.n_pending > 1:
                 prefilling.append(request)
             elif n_tokens := self._grow(request):
@@ -145,10 +147,14 @@ class Scheduler:
 
     def advance(self, request: Request, n_computed: int) -> None:
         """Record that the latents of a request's first n_computed tokens are in its pages, and share full pages."""
-        before, now = request.n_computed // self.page_size, n_computed // self.page_size
-        request.n_computed = n_computed
-        if now > before and not request.has_old_latents:
-            for i in range(before, now):
+        before, request.n_computed = request.n_computed, n_computed
+        self.share(request, before, n_computed)
+
+    def share(self, request: Request, before: int, n_computed: int) -> None:
+        """Share the full pages of a request among its first n_computed positions, but for those before `before`."""
+        full = range(before // self.page_size, n_computed // self.page_size)
+        if full and not request.has_old_latents:
+            for i in full:
                 self.pages.cache(request.pages[i], self._key(request, i))
 
     def extend(self, request: Request, n_tokens: int) -> bool:

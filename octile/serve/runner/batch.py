@@ -39,9 +39,15 @@ class Chunk(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The chunks of one forward pass, each of another request, at least one."""
+    """The chunks of one forward pass, each of another request, at least one.
+
+    Attributes:
+        chosen: tokens that the pass before has chosen, int64 on the runner's device, whether or not they are computed:
+            in a chunk of one token, −1 − i stands for the i-th of them. None: no token is negative.
+    """
 
     chunks: Sequence[Chunk]
+    chosen: Tensor | None = None
 
 
 class Results(NamedTuple):
@@ -176,6 +182,7 @@ class Runner(Protocol):
         n_drafts: drafts of each request of a decode step, at most.
         max_ahead: requests of the largest decode step that can be launched before the one before has been computed;
             0: none can.
+        runs_ahead: whether `run` returns before its pass is computed, so that the next one can be launched meanwhile.
         expert_tokens: how many tokens each expert of a layer has had in the last steps, by the layer's number; None if
             they are not counted.
     """
@@ -188,6 +195,7 @@ class Runner(Protocol):
     device: torch.device
     n_drafts: int
     max_ahead: int
+    runs_ahead: bool
 
     @property
     def end_tokens(self) -> Sequence[int]: ...  # noqa: D102

@@ -21,7 +21,7 @@ from octile.nn.interleave import run_interleaved
 from octile.serve.model.attention import Queries
 from octile.serve.model.forward import Forward
 from octile.serve.model.top_k_keys import IndexQueries
-from octile.serve.runner.step import DecodeRows, Layout, Step, decode_step
+from octile.serve.runner.step import DecodeRows, Layout, Step, decode_step, with_chosen
 from octile.serve.weights.block_weights import MLPWeights
 
 T = TypeVar("T")
@@ -121,7 +121,9 @@ class DecodeGraphs:
         ways = (False, True) if forward.attention.index is not None else (False,)
         self.captured = {way: memory.capture_sizes(self.sizes, partial(self._forward, way)) for way in ways}
 
-    def run(self, layout: Layout, hidden_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def run(
+        self, layout: Layout, hidden_TD: Tensor | None = None, chosen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Replay the graph of a batch of decode rows alone: what the head reads [T, D], and logits [T, V].
 
         The results are valid until the next graph of the runner is replayed.
@@ -129,6 +131,7 @@ class DecodeGraphs:
         Args:
             layout: layout of the batch.
             hidden_TD: the hidden states that multi-token prediction reads.
+            chosen: field of `Batch`.
         """
         size = next(size for size in self.sizes if size >= layout.n_decode)
         self.copied.synchronize()  # returns at once unless the step before has not begun: its copies read the buffers
@@ -137,6 +140,9 @@ class DecodeGraphs:
         if first < end:
             self.pages[first:end].copy_(self.host.pages[first:end], non_blocking=True)
         self.copied.record(torch.cuda.current_stream(self.numbers.device))  # of the model's GPU
+        if chosen is not None:
+            tokens_T = self.numbers[0, : layout.n_decode]
+            tokens_T.copy_(with_chosen(tokens_T, chosen))
         if self.hidden is not None and hidden_TD is not None:
             self.hidden[: layout.n_decode].copy_(hidden_TD)
         replay, (h_TD, logits) = self.captured[self.forward.attention.is_sparse(layout.longest)][size]

@@ -164,6 +164,7 @@ class ModelRunner:
         captures_all = self.device.type == "cuda" and self.expert_parallel is None  # otherwise what kernels exchange
         self._max_rows = max_batch * (1 + n_drafts) if captures_all else 0
         self.max_ahead = max_batch if self._max_rows else 0
+        self.runs_ahead = captures_all
         self.graphs: DecodeGraphs | None = None
         self.draft_graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
@@ -232,7 +233,7 @@ class ModelRunner:
     def _compute_unwritten(self, layout: Layout) -> None:
         """Compute a step and the drafts after it, as of a request that samples, and write nothing to the cache."""
         self.max_rank_rows = sum(len(chunk.tokens) for chunk in layout.chunks)  # of each rank
-        step = self._step(layout)
+        step = self._step(layout, torch.zeros(1, dtype=torch.int64, device=self.device) if self.runs_ahead else None)
         step = step._replace(slots=torch.full_like(step.slots, -1))
         h_TD = self._hidden(step)
         passes = [self._in_order(h_TD, layout)]
@@ -364,9 +365,9 @@ class ModelRunner:
         """
         layout = self._layout(batch)
         if self.graphs is not None and self._has_graph(layout):
-            results = self._replay(self.graphs, layout)
+            results = self._replay(self.graphs, layout, chosen=batch.chosen)
         else:
-            h_TD = self._in_order(self._hidden(self._step(layout)), layout)
+            h_TD = self._in_order(self._hidden(self._step(layout, batch.chosen)), layout)
             results = self._results(h_TD, layout)
         self._end_step()
         self._wait_for(results)
@@ -485,8 +486,10 @@ class ModelRunner:
     def _has_graph(self, layout: Layout) -> bool:
         return layout.n_decode <= self._max_rows and not layout.prefill
 
-    def _replay(self, graphs: DecodeGraphs, layout: Layout, hidden_TD: Tensor | None = None) -> Results:
-        h_TD, logits = graphs.run(layout, hidden_TD)
+    def _replay(
+        self, graphs: DecodeGraphs, layout: Layout, hidden_TD: Tensor | None = None, chosen: Tensor | None = None
+    ) -> Results:
+        h_TD, logits = graphs.run(layout, hidden_TD, chosen)
         wanted = layout.logit_rows()
         return Results(logits if wanted is None else self._take(logits, wanted), h_TD)
 
@@ -495,12 +498,12 @@ class ModelRunner:
         shares_blocks = self.batch_invariant and self.expert_parallel is None  # whose exchanges have room for tokens
         return Layout.of(batch.chunks, self.batch_invariant, shares_blocks)
 
-    def _step(self, layout: Layout) -> Step:
+    def _step(self, layout: Layout, chosen: Tensor | None = None) -> Step:
         pads = self.batch_invariant and self.device.type == "cpu"
         index_topk = None if self.index is None else self.forward.weights.config.index_topk
         is_sparse = self.forward.attention.is_sparse(layout.longest)
         block = BLOCK_ROWS * self.tp.size if pads else 1  # each rank of a group has whole blocks
-        return mixed_step(layout, block, self.device, index_topk, is_sparse, FILL_ROWS if self._fills else 1)
+        return mixed_step(layout, block, self.device, index_topk, is_sparse, FILL_ROWS if self._fills else 1, chosen)
 
     @property
     def _fills(self) -> bool:

@@ -58,15 +58,16 @@ class BatchCheck:
             raise ValueError("batch must have at least one chunk")
         checked = self._checked
         checked += [None] * (len(chunks) - len(checked))
+        n_chosen = 0 if batch.chosen is None else len(batch.chosen)
         for i, chunk in enumerate(chunks):
             pages = chunk.pages
-            why = self._why_not(chunk) or (None if checked[i] == pages else self._why_not_pages(pages))
+            why = self._why_not(chunk, n_chosen) or (None if checked[i] == pages else self._why_not_pages(pages))
             if why is not None:
                 raise ValueError(f"chunk {i} {why}")
             if checked[i] != pages:
                 checked[i] = pages[:]
 
-    def _why_not(self, chunk: Chunk) -> str | None:
+    def _why_not(self, chunk: Chunk, n_chosen: int) -> str | None:
         """Return why a chunk cannot be run, whatever pages it names; None: it can."""
         tokens, start, pages, n_logits = chunk
         size = len(tokens)
@@ -79,8 +80,9 @@ class BatchCheck:
             return f"has {len(pages)} pages, but {start + size} positions need {needed}"
         few = size <= MAX_DECODE_TOKENS  # of which numpy finds the least more slowly
         least, most = (min(tokens), max(tokens)) if few else _range(np.array(tokens))
-        if least < 0 or most >= self._vocab_size:
-            return f"must have tokens from 0 to {self._vocab_size - 1}, not {least} to {most}"
+        lowest = -n_chosen if size == 1 else 0
+        if least < lowest or most >= self._vocab_size:
+            return f"must have tokens from {lowest} to {self._vocab_size - 1}, not {least} to {most}"
         return None
 
     def _why_not_pages(self, pages: array[int]) -> str | None:
@@ -353,6 +355,7 @@ def mixed_step(
     max_together: int | None = None,
     is_sparse: bool = True,
     fill: int = 1,
+    chosen: Tensor | None = None,
 ) -> Step:
     """Make a step of any chunks, on a device.
 
@@ -366,6 +369,7 @@ def mixed_step(
             that attend as decode rows are padded to a power of two, but no further than to that multiple. So GEMMs have
             few sizes, and few numbers of rows have kernels. The first of a size takes the host some milliseconds, or
             seconds if a kernel is compiled for it. 1: none is padded.
+        chosen: field of `Batch`.
     """
     decoding, alone = ([layout.chunks[i] for i in numbers] for numbers in (layout.decode, layout.alone))
     n_rows = n_attend = -(-layout.n_rows // block_rows) * block_rows
@@ -378,6 +382,8 @@ def mixed_step(
     rows.fill(alone, n_attend)
     rows.fill_texts([layout.chunks[i] for i in layout.texts], layout.first_text)
     step = decode_step(send(rows.numbers, device), send(rows.pages, device), is_sparse)
+    if chosen is not None:
+        step = step._replace(tokens=with_chosen(step.tokens, chosen))
     if layout.texts:
         step = step._replace(first_text=layout.first_text, rows_per_text=ROWS)
     if not chunks:
@@ -403,6 +409,12 @@ def mixed_step(
         prefills=_pieces(chunks, n_rows, max_positions, max_together, fill, device),
         max_positions=max_positions,
     )
+
+
+def with_chosen(tokens_T: Tensor, chosen: Tensor) -> Tensor:
+    """Return tokens where −1 − i stands for the i-th of the chosen ones; for one that is none, any token."""
+    i_T = (-1 - tokens_T).clamp(min=0)
+    return torch.where(tokens_T < 0, chosen.clamp(min=0)[i_T], tokens_T)
 
 
 def _in_blocks(n: int) -> int:

@@ -53,6 +53,22 @@ def test_a_text_is_the_same_where_steps_are_launched_ahead(tokenizer, fp8, n_dra
 
 
 @pytest.mark.parametrize("max_ahead", [0, 4])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_text_is_the_same_where_passes_with_prompts_are_launched_ahead(tokenizer, batch_invariant, max_ahead):
+    found = []
+    for ahead in (False, True):
+        runner = ModelRunner(new_model(fp8=False), 24, batch_invariant=batch_invariant)
+        runner.max_ahead, runner.runs_ahead = max_ahead, ahead
+        engine = Engine(runner, tokenizer, EngineConfig(max_batch=4, max_step_tokens=32))
+        requests = [engine.add(text(n, seed=n), Sampling(9, 1.0, seed=n, ignore_eos=True)) for n in (3, 90, 33, 40, 2)]
+        while engine.has_work:
+            engine.step()
+        found.append([request.tokens for request in requests])
+    assert found[0] == found[1]
+    assert engine.stats().steps_ahead > 3
+
+
+@pytest.mark.parametrize("max_ahead", [0, 4])
 def test_a_text_is_the_same_with_any_number_of_drafts_in_each_step(tokenizer, monkeypatch, max_ahead):
     draw = random.Random(5)
     monkeypatch.setattr(DraftCount, "record", lambda self, *_: setattr(self, "count", draw.randint(0, 2)))

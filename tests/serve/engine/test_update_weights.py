@@ -33,7 +33,7 @@ def expected_tokens(runner: FakeRunner, request: Request) -> list[int]:
 
 
 @pytest.mark.parametrize("in_flight", WAYS)
-@pytest.mark.parametrize(("n_drafts", "max_ahead"), [(0, 0), (2, 4), (1, 0)])
+@pytest.mark.parametrize(("n_drafts", "max_ahead"), [(0, 0), (0, 4), (2, 4), (1, 0)])
 def test_each_piece_of_a_text_is_that_of_the_weights_which_its_marks_name(engine_of, in_flight, n_drafts, max_ahead):
     draw = random.Random(n_drafts)
     runner = FakeRunner(n_pages=20, max_ahead=max_ahead, n_drafts=n_drafts)

@@ -48,6 +48,24 @@ def test_the_chunk_that_is_wrong_is_named(check: BatchCheck):
         check(Batch([chunk(), chunk(tokens=[3, -1])]))
 
 
+@pytest.mark.parametrize("size", [2, 100], ids=["few", "many"])
+def test_a_token_that_the_model_does_not_know_is_found_among_any_number(check: BatchCheck, size: int):
+    with pytest.raises(ValueError, match="must have tokens from 0 to 199, not 1 to 200"):
+        check(Batch([chunk(tokens=[1] * (size - 1) + [200], start=0, pages=array("i", [0, 1]))]))
+
+
+def test_a_negative_token_is_one_that_the_pass_before_has_chosen(check: BatchCheck):
+    chosen = torch.zeros(3, dtype=torch.int64)
+    check(Batch([chunk(tokens=[-3])], chosen))
+    with pytest.raises(ValueError, match="must have tokens from -3 to 199, not -4 to -4"):
+        check(Batch([chunk(tokens=[-4])], chosen))
+
+
+def test_a_token_beside_others_is_not_one_that_the_pass_before_has_chosen(check: BatchCheck):
+    with pytest.raises(ValueError, match="must have tokens from 0 to 199, not -1 to 5"):
+        check(Batch([chunk(tokens=[-1, 5])], torch.zeros(3, dtype=torch.int64)))
+
+
 def test_pages_that_change_between_steps_are_checked_again(check: BatchCheck):
     pages = array("i", [0, 1])
     check(Batch([chunk(pages=pages)]))

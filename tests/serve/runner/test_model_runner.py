@@ -248,6 +248,15 @@ def test_decode_rows_of_a_step_with_prompts_attend_as_a_power_of_two(decoding: i
     assert step.prefills[0].first_row == decoding
 
 
+@pytest.mark.parametrize("prompt", [0, 20])
+def test_negative_tokens_are_those_that_the_pass_before_has_chosen(prompt: int):
+    chunks = [Chunk([token], 9, array("i", [i]), 1) for i, token in enumerate((-2, 50, -1, -3))]
+    chunks += [Chunk(text(prompt), 0, array("i", [4]), 1)] * (prompt > 0)
+    layout, chosen = Layout.of(chunks, absorbed_only=False), torch.tensor([7, 8, -1])  # the last one is none
+    step = mixed_step(layout, 1, torch.device("cpu"), fill=16, chosen=chosen)
+    assert step.tokens[: 4 + prompt].tolist() == [8, 50, 7, 0, *text(prompt)]
+
+
 @pytest.mark.parametrize(("decoding", "rows"), [(1, 1), (3, 4), (8, 8), (17, 32), (33, 48)])
 def test_rows_that_decode_alone_are_padded_to_a_power_of_two(decoding: int, rows: int):
     """Kernels of few rows are compiled for each number of rows."""

@@ -1,0 +1,237 @@
+"""Tests of passes with prompts that are launched before the one before is collected, over a fake model."""
+
+import random
+from array import array
+
+import pytest
+import torch
+
+from octile.serve.engine import engine as engine_module
+from octile.serve.engine.config import EngineConfig
+from octile.serve.engine.engine import Engine
+from octile.serve.engine.request import FinishReason, Sampling
+from octile.serve.engine.sampler import ChosenTokens
+from tests.serve.fake_runner import FakeRunner
+
+PLAIN = ({}, {"temperature": 1.0}, {"temperature": 1.0, "stop": ("e",)})
+WAYS = (
+    *PLAIN,
+    *PLAIN,
+    *PLAIN,
+    *PLAIN,
+    {"logprobs": 0},
+    {"logprobs": 2},
+    {"prompt_logprobs": 1},
+    {"temperature": 1.0, "presence_penalty": 0.5},
+)
+
+
+@pytest.fixture
+def engine_of(tokenizer):
+    def make(ahead=True, runner=None, **limits):
+        engine = Engine(
+            runner or FakeRunner(n_pages=40, scale=2.0, max_ahead=4),
+            tokenizer,
+            EngineConfig(**{"max_batch": 4, "max_step_tokens": 16, **limits}),
+        )
+        engine.runs_ahead = ahead
+        return engine
+
+    return make
+
+
+def passes_ahead(engine):
+    """How many passes had tokens of the one before that nobody had collected."""
+    return sum(batch.chosen is not None for batch in engine._runner.batches)
+
+
+def run(engine):
+    """Step to the end, and return {request id: [tokens, text, log-probabilities, those of the prompt, reason]}."""
+    found: dict[int, list] = {}
+    while engine.has_work:
+        add_to(found, engine.step())
+    return found
+
+
+def add_to(found, outputs):
+    for output in outputs:
+        new = output.tokens, output.text, output.logprobs, output.prompt_logprobs
+        before = found.get(output.request_id, ((), "", (), (), None))
+        assert before[-1] is None, "an output follows the last one"
+        found[output.request_id] = [*(a + b for a, b in zip(before, new, strict=False)), output.finish_reason]
+
+
+def test_the_next_pass_is_launched_before_the_host_waits_for_tokens(engine_of, monkeypatch):
+    events = []
+    runner = FakeRunner(n_pages=40, max_ahead=4)
+    launch, wait = runner.run, ChosenTokens.wait
+    monkeypatch.setattr(runner, "run", lambda batch: events.append("launch") or launch(batch))
+    monkeypatch.setattr(ChosenTokens, "wait", lambda self: events.append("wait") or wait(self))
+    engine = engine_of(runner=runner)
+    for i in range(3):
+        engine.add([i] * 16, Sampling(1))
+    run(engine)
+    assert events == ["launch", "launch", "wait", "launch", "wait", "wait"]
+
+
+def random_run(engine, seed, ways, n_cancel=0, most_new=12):
+    """Requests that come and are canceled at random, and what their outputs have."""
+    draw, cancels, found = random.Random(seed), random.Random(seed), {}
+    for i in range(30):
+        prompt = [7] * draw.randint(0, 9) + [draw.randint(0, 3) for _ in range(draw.randint(1, 40))]
+        ignore_eos = draw.random() < 0.5
+        engine.add(prompt, Sampling(draw.randint(1, most_new), seed=i, ignore_eos=ignore_eos, **draw.choice(ways)))
+        for _ in range(draw.randint(0, 3)):
+            add_to(found, engine.step())
+        if cancels.random() * 30 < n_cancel and engine._requests:
+            canceled = cancels.choice([*engine._requests])
+            engine.cancel(canceled)
+            found.pop(canceled, None)
+    while engine.has_work:
+        add_to(found, engine.step())
+    return found
+
+
+@pytest.mark.parametrize("ways", [PLAIN, WAYS], ids=["plain", "mixed"])
+@pytest.mark.parametrize("seed", range(4))
+def test_each_request_gets_what_it_gets_where_each_pass_is_collected_at_once(engine_of, seed, ways):
+    expected = random_run(engine_of(ahead=False), seed, ways)
+    engine = engine_of()
+    assert random_run(engine, seed, ways) == expected
+    assert passes_ahead(engine) > 0
+    stats = engine.stats()
+    assert (stats.finished, stats.used_pages, stats.running, stats.waiting) == (30, 0, 0, 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_texts_that_were_preempted_are_the_same(engine_of, seed):
+    expected = random_run(engine_of(ahead=False), seed, WAYS, most_new=40)
+    engine = engine_of(runner=FakeRunner(n_pages=24, scale=2.0, max_ahead=4))
+    assert random_run(engine, seed, WAYS, most_new=40) == expected
+    assert passes_ahead(engine) > 0
+    assert engine.stats().preemptions > 0
+    assert engine.stats().used_pages == 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_canceled_request_changes_no_other(engine_of, seed):
+    expected = random_run(engine_of(ahead=False), seed, WAYS)
+    engine = engine_of()
+    found = random_run(engine, seed, WAYS, n_cancel=8)
+    ended = {i: result for i, result in found.items() if result[-1] is not None}
+    assert engine.stats().canceled > 0
+    assert engine.stats().used_pages == 0
+    for request_id, result in ended.items():
+        assert result[0] == expected[request_id][0]
+
+
+def test_a_prefix_is_shared_while_the_pass_that_computes_it_is_not_collected(engine_of):
+    engine = engine_of(max_step_tokens=32)
+    engine.add([1] * 12, Sampling(1))
+    engine.add([2] * 33, Sampling(1))
+    engine.step()
+    assert isinstance(engine._in_flight, engine_module._Pass)
+    engine.add([2] * 33, Sampling(1))
+    run(engine)
+    assert engine.stats().shared_tokens == 32
+
+
+def test_pages_of_generated_tokens_are_shared_once_these_are_known(engine_of):
+    runner = FakeRunner(n_pages=60, max_ahead=4)
+    engine = engine_of(runner=runner, max_step_tokens=8)
+    first = engine.add([1, 2], Sampling(12, ignore_eos=True))
+    others = [engine.add([3] * 60, Sampling(1)) for _ in range(2)]
+    while others[1].finish_reason is None:
+        engine.step()
+    run(engine)
+    assert passes_ahead(engine) > 8
+    before = engine.stats().shared_tokens
+    engine.add([*first.tokens, 5], Sampling(1))
+    run(engine)
+    assert engine.stats().shared_tokens - before == 12  # of 13 positions, in pages of 4
+
+
+def test_logits_that_are_not_finite_end_only_their_request(engine_of):
+    runner = FakeRunner(n_pages=60, max_ahead=4)
+    right = runner.logits_after
+    runner.logits_after = lambda tokens: (
+        torch.full((320,), torch.nan) if tokens[0] == 9 and len(tokens) == 4 else right(tokens)
+    )
+    engine = engine_of(runner=runner, max_step_tokens=8)
+    for prompt in ([9, 1], [8, 1], [7] * 60):
+        engine.add(prompt, Sampling(8, ignore_eos=True))
+    found = run(engine)
+    assert [reason for *_, reason in found.values()].count(FinishReason.ERROR) == 1
+    assert len(found[0][0]) == 2
+    assert [*found[1][0]] == runner.text_of([8, 1], Sampling(8))
+    assert passes_ahead(engine) > 0
+
+
+def test_an_exception_when_tokens_are_chosen_ends_only_the_request_that_raises_it(engine_of, monkeypatch):
+    def raising(logits, rows):
+        if any(row.seed == 3 for row in rows):
+            raise RuntimeError("no choice")
+        return choose(logits, rows)
+
+    choose = engine_module.choose
+    monkeypatch.setattr(engine_module, "choose", raising)
+    monkeypatch.setattr("octile.serve.engine.sampler.choose", raising)
+    engine = engine_of(max_step_tokens=8)
+    for seed in range(5):
+        engine.add([seed] * 20, Sampling(6, seed=seed, ignore_eos=True))
+    found = run(engine)
+    assert {i for i, result in found.items() if result[-1] == FinishReason.ERROR} == {3}
+    for i in (0, 1, 2, 4):
+        assert [*found[i][0]] == engine._runner.text_of([i] * 20, Sampling(6, seed=i))
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "recompute", "continue"])
+def test_weights_are_updated_after_the_pass_in_flight(engine_of, in_flight):
+    runner = FakeRunner(n_pages=60, max_ahead=4)
+    engine = engine_of(runner=runner, max_step_tokens=8)
+    first = engine.add([1, 2], Sampling(12, ignore_eos=True))
+    engine.add([3] * 60, Sampling(1))
+    for _ in range(3):
+        engine.step()
+    assert isinstance(engine._in_flight, engine_module._Pass)
+    n_before = first.tokens.tolist().index(-1) - 2
+    outputs = engine.update_weights(in_flight)
+    new = [token for output in outputs if output.request_id == first.id for token in output.tokens]
+    assert min(first.tokens) >= 0
+    assert len(new) == (12 - n_before if in_flight == "finish" else 1)
+    run(engine)
+    assert [version for _, version in first.weights_versions] == ([0] if in_flight == "finish" else [0, 1])
+
+
+def test_a_pass_whose_requests_have_all_ended_is_forgotten(engine_of):
+    engine = engine_of(max_step_tokens=8)
+    requests = [engine.add([i] * 20, Sampling(2)) for i in range(2)]
+    engine.step()
+    for request in requests:
+        engine.cancel(request.id)
+    engine.add([5] * 3, Sampling(2, ignore_eos=True))
+    assert [*run(engine)[2][0]] == engine._runner.text_of([5] * 3, Sampling(2))
+
+
+def test_a_request_that_is_preempted_before_its_pass_is_collected_goes_on(engine_of):
+    engine = engine_of(max_step_tokens=8)
+    request = engine.add([1, 2], Sampling(9, ignore_eos=True))
+    engine.add([3] * 60, Sampling(1))
+    for _ in range(3):
+        engine.step()
+    assert request.tokens[-1] < 0
+    engine._scheduler.recompute([request])
+    assert [*run(engine)[request.id][0]] == engine._runner.text_of([1, 2], Sampling(9))[-6:]
+    assert engine.stats().used_pages == 0
+
+
+def test_chosen_tokens_are_those_of_the_device():
+    assert ChosenTokens(torch.tensor([3, -1, 5])).wait() == [3, -1, 5]
+
+
+def test_tokens_of_a_request_are_an_array_to_its_end(engine_of):
+    engine = engine_of(max_step_tokens=8)
+    requests = [engine.add([i] * 20, Sampling(5, ignore_eos=True)) for i in range(3)]
+    run(engine)
+    for i, request in enumerate(requests):
+        assert request.tokens == array("q", [*[i] * 20, *engine._runner.text_of([i] * 20, Sampling(5))])
