@@ -153,6 +153,7 @@ class _Worker(ABC):
 
     def __init__(self, connection: Connection, engine: Engine, runner: ModelRunner):
         self.connection, self.engine, self.runner = connection, engine, runner
+        engine.runs_ahead = False  # the next pass would go before the copies of latents, for which the host waits
         self.stats = ChangedStats(engine.stats)
 
     def run(self) -> None:
@@ -194,7 +195,6 @@ class PrefillWorker(_Worker):
 
     def __init__(self, connection: Connection, engine: Engine, runner: ModelRunner, n_decode: int):
         super().__init__(connection, engine, runner)
-        engine.runs_ahead = False  # the next pass would go before the copy of latents, which the other process awaits
         self.pool = PagePool(-(-runner.max_position // PAGE), runner.pages)  # one of the longest texts
         connection.send(_ready(runner, [self.pool.share() for _ in range(n_decode)]))
 

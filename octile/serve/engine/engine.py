@@ -73,16 +73,16 @@ class _Pass(NamedTuple):
     Attributes:
         scheduled: its requests, and how many tokens of each it computes.
         ends: the position after these, if the token there is chosen; otherwise more of the prompt follows.
-        rows: how the token after each of its logits is chosen.
-        results: what the runner computes.
-        chosen: the tokens that it has chosen; None: they are chosen when it is collected.
+        rows: how the token after each of its logits is chosen, and
+        results: what the runner computes, if tokens are chosen when it is collected.
+        chosen: the tokens that it has chosen; None: it has not.
     """
 
     scheduled: Sequence[Scheduled]
-    ends: Sequence[int | None]
-    rows: Sequence[Row]
-    results: Results
-    chosen: ChosenTokens | None
+    ends: Sequence[int | None] = ()
+    rows: Sequence[Row] = ()
+    results: Results | None = None
+    chosen: ChosenTokens | None = None
 
 
 class FirstToken(NamedTuple):
@@ -322,7 +322,6 @@ class Engine:
             launched = self._launch_pass(scheduled, None)
         if launched is None:
             return []
-        self._in_flight = None
         if isinstance(launched, _Pass):
             return self._outputs_of_pass(launched)
         self._in_flight = self._launch(launched, self.n_drafts) if self._can_launch(launched) else None
@@ -333,9 +332,10 @@ class Engine:
 
     def _outputs_of_pass(self, launched: _Pass) -> list[Output]:
         """Collect a pass, after the launch of the next one if that can be."""
-        after: _Pass | None = None
+        self._in_flight, after = launched, None  # it can still be collected if the launch fails
         if launched.chosen is not None and self._has_plain_pass() and (scheduled := self._scheduler.schedule()):
             after = self._launch_pass(scheduled, launched.chosen.on_device)
+        self._in_flight = None
         outputs = self._collect(launched)
         if after is not None and after.chosen is None:  # another request has joined that needs more than a token
             outputs += self._collect(after)
@@ -346,8 +346,10 @@ class Engine:
 
     def _has_plain_pass(self) -> bool:
         """Whether the next pass has prompts, and nothing but tokens is wanted of those that run."""
-        running, scheduler = self._scheduler.running.values(), self._scheduler
-        if self._adopted or not (scheduler.can_admit() or any(request.n_pending > 1 for request in running)):
+        running, waiting = self._scheduler.running.values(), self._scheduler.waiting
+        if waiting and waiting[0].tokens[-1] < 0:  # it was preempted: no pass reads its tokens before they are known
+            return False
+        if not (self._scheduler.can_admit() or any(request.n_pending > 1 for request in running)):
             return False
         return all(map(_needs_only_tokens, running))
 
@@ -412,14 +414,14 @@ class Engine:
         chunks = [_chunk(s, rows, self._end_tokens) for s in scheduled]
         continues = any(request.tokens[-1] < 0 for request, _ in scheduled)
         results = self._runner.run(Batch(chunks, chosen_before if continues else None))
-        only_tokens = all(_needs_only_tokens(request) for request, _ in scheduled)
-        if not self.runs_ahead or self._drafter is not None or not only_tokens:
-            return _Pass(scheduled, (), rows, results, None)
+        goes_ahead = self.runs_ahead and self._drafter is None
+        if not (goes_ahead and all(_needs_only_tokens(request) for request, _ in scheduled)):
+            return _Pass(scheduled, rows=rows, results=results)
         try:
             tokens = choose(results.logits, rows) if rows else results.logits.new_empty(0, dtype=torch.int64)
             chosen = ChosenTokens(tokens)
         except Exception:  # of one row or several: `choose_tokens` finds which
-            return _Pass(scheduled, (), rows, results, None)
+            return _Pass(scheduled, rows=rows, results=results)
         ends: list[int | None] = []
         n_rows = 0
         for request, n_tokens in scheduled:
@@ -433,15 +435,16 @@ class Engine:
                 n_rows += 1
                 request.tokens.append(-n_rows)
             ends.append(end if is_last else None)
-        return _Pass(scheduled, ends, rows, results, chosen)
+        return _Pass(scheduled, ends, chosen=chosen)
 
     def _collect(self, launched: _InFlight | _Pass) -> list[Output]:
         """Wait for a step, and return what it adds to its requests."""
         if isinstance(launched, _InFlight):
             return self._collect_decoded(launched)
-        if launched.chosen is None:
-            return self._collect_logits(launched)
-        return self._collect_chosen(launched, launched.chosen.wait())
+        if launched.chosen is not None:
+            return self._collect_chosen(launched, launched.chosen.wait())
+        assert launched.results is not None  # one of them is
+        return self._collect_logits(launched.scheduled, launched.rows, launched.results)
 
     def _collect_chosen(self, launched: _Pass, tokens: Sequence[int]) -> list[Output]:
         """Return what the tokens of a pass add to its requests, which may have a number for the next token, too."""
@@ -453,17 +456,16 @@ class Engine:
                 continue  # it has ended since the pass was launched
             later = request.tokens[end + 1 :]
             del request.tokens[end:]
+            if token >= 0 and request.n_computed >= end:  # otherwise it was preempted
+                self._scheduler.share(request, end - 1, end)
             outputs.append(self._extend(request, 0, [token], 0))
             if request.finish_reason is None:
-                if request.n_computed >= end:  # otherwise it was preempted
-                    self._scheduler.share(request, end - 1, end)
                 request.tokens.extend(later)
         return outputs
 
-    def _collect_logits(self, launched: _Pass) -> list[Output]:
+    def _collect_logits(self, scheduled: Sequence[Scheduled], rows: Sequence[Row], results: Results) -> list[Output]:
         """Choose the tokens of a pass, and return what they add to its requests."""
-        scheduled, results = launched.scheduled, launched.results
-        tokens, logprobs, errors = choose_tokens(results.logits, launched.rows)
+        tokens, logprobs, errors = choose_tokens(results.logits, rows)
         wrong = self._score_prompts(scheduled, results.hidden)
         outputs: list[Output] = []
         computed: list[Computed] = []
@@ -508,7 +510,7 @@ class Engine:
         scored: list[tuple[Request, int, int]] = []  # request, row of the hidden states, and token after it
         first = 0
         for request, n_tokens in scheduled:
-            if request.needs_prompt_logprobs:
+            if request.needs_prompt_logprobs and request.finish_reason is None:
                 start, prompt = request.n_computed, request.prompt
                 positions = range(len(request.prompt_logprobs), min(start + n_tokens, len(prompt) - 1))
                 scored += [(request, first + p - start, prompt[p + 1]) for p in positions]
@@ -730,6 +732,8 @@ class Engine:
 
     def _remove(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
+        if request.tokens[-1] < 0:  # it is canceled, and no token follows
+            request.tokens.pop()
         if request.latents is not None:
             request.latents.release()
             request.latents = None

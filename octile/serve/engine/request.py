@@ -254,8 +254,8 @@ class Request:
         prompt: the tokens of the prompt.
         sampling: how to continue it.
         seed: the sampling's seed, or the one that was drawn for this request.
-        tokens: array("q") of the tokens of the prompt and those generated so far. A negative number at the end stands
-            for the one that a launched pass chooses: as in `octile.serve.runner.batch.Batch`.
+        tokens: array("q") of the tokens of the prompt and those generated so far. While it runs, a negative number
+            at the end stands for the one that a launched pass chooses: as in `octile.serve.runner.batch.Batch`.
         max_length: tokens at which it ends at the latest.
         finish_reason: None while the request waits or runs.
         n_computed: the first tokens, as many, have their latents in the pages.

@@ -164,7 +164,7 @@ class ModelRunner:
         captures_all = self.device.type == "cuda" and self.expert_parallel is None  # otherwise what kernels exchange
         self._max_rows = max_batch * (1 + n_drafts) if captures_all else 0
         self.max_ahead = max_batch if self._max_rows else 0
-        self.runs_ahead = captures_all
+        self.runs_ahead = captures_all and not self._waits_for_index()
         self.graphs: DecodeGraphs | None = None
         self.draft_graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None

@@ -203,6 +203,59 @@ def test_weights_are_updated_after_the_pass_in_flight(engine_of, in_flight):
     assert [version for _, version in first.weights_versions] == ([0] if in_flight == "finish" else [0, 1])
 
 
+def test_a_prompt_whose_first_token_ends_its_text_is_scored_once(engine_of, tokenizer):
+    runner = FakeRunner(n_pages=60, max_ahead=4)
+    right = runner.logits_after
+    runner.logits_after = lambda tokens: (
+        torch.nn.functional.one_hot(torch.tensor(tokenizer.end), 320).float() if tokens[0] == 9 else right(tokens)
+    )
+    engine = engine_of(runner=runner, max_step_tokens=8)
+    engine.add([9] * 9, Sampling(5, prompt_logprobs=0))
+    engine.add([3] * 7, Sampling(5, ignore_eos=True))
+    engine.add([4] * 8, Sampling(5, logprobs=2, ignore_eos=True))
+    found = run(engine)
+    assert len(found[0][3]) == 8
+    assert [len(result[0]) for result in found.values()] == [0, 5, 5]
+
+
+def test_a_canceled_request_keeps_the_tokens_that_are_known(engine_of):
+    engine = engine_of(max_step_tokens=8)
+    request = engine.add([1, 2], Sampling(9, ignore_eos=True))
+    engine.add([3] * 60, Sampling(1))
+    for _ in range(3):
+        engine.step()
+    assert request.tokens[-1] < 0
+    engine.cancel(request.id)
+    assert request.tokens.tolist() == [1, 2, *engine._runner.text_of([1, 2], Sampling(3))]
+    run(engine)
+
+
+def test_the_last_full_page_of_a_text_that_ends_is_shared(engine_of):
+    engine = engine_of(max_step_tokens=8)
+    request = engine.add([1, 2], Sampling(3, ignore_eos=True))  # in the last pass its first page becomes full
+    engine.add([3] * 60, Sampling(1))
+    while request.finish_reason is None:
+        engine.step()
+    engine.add([*request.tokens], Sampling(1))
+    run(engine)
+    assert engine.stats().shared_tokens == 4
+
+
+def test_tokens_are_not_lost_if_the_next_pass_cannot_be_launched(engine_of, monkeypatch):
+    runner = FakeRunner(n_pages=60, max_ahead=4)
+    engine = engine_of(runner=runner, max_step_tokens=8)
+    engine.add([1, 2], Sampling(9, ignore_eos=True))
+    engine.add([3] * 60, Sampling(1, ignore_eos=True))
+    with monkeypatch.context() as patch:
+        launch = runner.run
+        patch.setattr(runner, "run", lambda batch: launch(batch) if batch.chosen is None else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    found = run(engine)
+    assert [*found[0][0]] == runner.text_of([1, 2], Sampling(9))
+    assert [*found[1][0]] == runner.text_of([3] * 60, Sampling(1))
+
+
 def test_a_pass_whose_requests_have_all_ended_is_forgotten(engine_of):
     engine = engine_of(max_step_tokens=8)
     requests = [engine.add([i] * 20, Sampling(2)) for i in range(2)]
@@ -217,11 +270,11 @@ def test_a_request_that_is_preempted_before_its_pass_is_collected_goes_on(engine
     engine = engine_of(max_step_tokens=8)
     request = engine.add([1, 2], Sampling(9, ignore_eos=True))
     engine.add([3] * 60, Sampling(1))
-    for _ in range(3):
+    while len(request.tokens) < 5:  # of which the pass in flight chooses the last one, and fills a page
         engine.step()
     assert request.tokens[-1] < 0
     engine._scheduler.recompute([request])
-    assert [*run(engine)[request.id][0]] == engine._runner.text_of([1, 2], Sampling(9))[-6:]
+    assert [*run(engine)[request.id][0]] == engine._runner.text_of([1, 2], Sampling(9))[-7:]
     assert engine.stats().used_pages == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Hashable, Iterator
 from itertools import count
 from pathlib import Path
@@ -42,11 +43,12 @@ class OctileEngine:
         Raises:
             RuntimeError: a request failed.
         """
-        outputs = self._engine.step()
-        for output in outputs:
+        tokens = Counter[Hashable]()
+        for output in self._engine.step():
             if output.error is not None:
                 raise RuntimeError(f"a request failed: {output.error}")
-        return {output.request_id: len(output.tokens) for output in outputs if output.tokens}
+            tokens[output.request_id] += len(output.tokens)
+        return dict(+tokens)
 
 
 def engine_speeds(
