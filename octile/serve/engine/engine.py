@@ -68,20 +68,20 @@ class _InFlight(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """A forward pass of chunks that is launched.
+    """A forward pass of chunks that is launched: its tokens are chosen already, or when it is collected.
 
     Attributes:
-        scheduled: its requests, and how many tokens of each it computes.
-        ends: the position after these, if the token there is chosen; otherwise more of the prompt follows.
+        scheduled: its requests, and how many tokens of each it computes,
         rows: how the token after each of its logits is chosen, and
         results: what the runner computes, if tokens are chosen when it is collected.
+        choosing: the requests that get a token, and its position, if it is chosen.
         chosen: the tokens that it has chosen; None: it has not.
     """
 
-    scheduled: Sequence[Scheduled]
-    ends: Sequence[int | None] = ()
+    scheduled: Sequence[Scheduled] = ()
     rows: Sequence[Row] = ()
     results: Results | None = None
+    choosing: Sequence[tuple[Request, int]] = ()
     chosen: ChosenTokens | None = None
 
 
@@ -416,14 +416,13 @@ class Engine:
         results = self._runner.run(Batch(chunks, chosen_before if continues else None))
         goes_ahead = self.runs_ahead and self._drafter is None
         if not (goes_ahead and all(_needs_only_tokens(request) for request, _ in scheduled)):
-            return _Pass(scheduled, rows=rows, results=results)
+            return _Pass(scheduled, rows, results)
         try:
             tokens = choose(results.logits, rows) if rows else results.logits.new_empty(0, dtype=torch.int64)
             chosen = ChosenTokens(tokens)
         except Exception:  # of one row or several: `choose_tokens` finds which
-            return _Pass(scheduled, rows=rows, results=results)
-        ends: list[int | None] = []
-        n_rows = 0
+            return _Pass(scheduled, rows, results)
+        choosing: list[tuple[Request, int]] = []
         for request, n_tokens in scheduled:
             end = request.n_computed + n_tokens
             is_last = end == len(request.tokens)
@@ -432,24 +431,21 @@ class Engine:
             else:
                 self._scheduler.advance(request, end)
             if is_last:
-                n_rows += 1
-                request.tokens.append(-n_rows)
-            ends.append(end if is_last else None)
-        return _Pass(scheduled, ends, chosen=chosen)
+                choosing.append((request, end))
+                request.tokens.append(-len(choosing))
+        return _Pass(choosing=choosing, chosen=chosen)
 
     def _collect(self, launched: _InFlight | _Pass) -> list[Output]:
         """Wait for a step, and return what it adds to its requests."""
         if isinstance(launched, _InFlight):
             return self._collect_decoded(launched)
         if launched.chosen is not None:
-            return self._collect_chosen(launched, launched.chosen.wait())
+            return self._collect_chosen(launched.choosing, launched.chosen.wait())
         assert launched.results is not None  # one of them is
         return self._collect_logits(launched.scheduled, launched.rows, launched.results)
 
-    def _collect_chosen(self, launched: _Pass, tokens: Sequence[int]) -> list[Output]:
+    def _collect_chosen(self, choosing: Sequence[tuple[Request, int]], tokens: Sequence[int]) -> list[Output]:
         """Return what the tokens of a pass add to its requests, which may have a number for the next token, too."""
-        ends = zip(launched.scheduled, launched.ends, strict=True)
-        choosing = [(request, end) for (request, _), end in ends if end is not None]
         outputs: list[Output] = []
         for (request, end), token in zip(choosing, tokens, strict=True):
             if request.finish_reason is not None:

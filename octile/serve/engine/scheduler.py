@@ -152,9 +152,8 @@ class Scheduler:
 
     def share(self, request: Request, before: int, n_computed: int) -> None:
         """Share the full pages of a request among its first n_computed positions, but for those before `before`."""
-        full = range(before // self.page_size, n_computed // self.page_size)
-        if full and not request.has_old_latents:
-            for i in full:
+        if not request.has_old_latents:
+            for i in range(before // self.page_size, n_computed // self.page_size):
                 self.pages.cache(request.pages[i], self._key(request, i))
 
     def extend(self, request: Request, n_tokens: int) -> bool:

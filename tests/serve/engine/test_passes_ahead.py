@@ -74,13 +74,13 @@ def test_the_next_pass_is_launched_before_the_host_waits_for_tokens(engine_of, m
     assert events == ["launch", "launch", "wait", "launch", "wait", "wait"]
 
 
-def random_run(engine, seed, ways, n_cancel=0, most_new=12):
+def random_run(engine, seed, ways, n_cancel=0, max_new=12):
     """Requests that come and are canceled at random, and what their outputs have."""
     draw, cancels, found = random.Random(seed), random.Random(seed), {}
     for i in range(30):
         prompt = [7] * draw.randint(0, 9) + [draw.randint(0, 3) for _ in range(draw.randint(1, 40))]
         ignore_eos = draw.random() < 0.5
-        engine.add(prompt, Sampling(draw.randint(1, most_new), seed=i, ignore_eos=ignore_eos, **draw.choice(ways)))
+        engine.add(prompt, Sampling(draw.randint(1, max_new), seed=i, ignore_eos=ignore_eos, **draw.choice(ways)))
         for _ in range(draw.randint(0, 3)):
             add_to(found, engine.step())
         if cancels.random() * 30 < n_cancel and engine._requests:
@@ -105,9 +105,9 @@ def test_each_request_gets_what_it_gets_where_each_pass_is_collected_at_once(eng
 
 @pytest.mark.parametrize("seed", range(4))
 def test_texts_that_were_preempted_are_the_same(engine_of, seed):
-    expected = random_run(engine_of(ahead=False), seed, WAYS, most_new=40)
+    expected = random_run(engine_of(ahead=False), seed, WAYS, max_new=40)
     engine = engine_of(runner=FakeRunner(n_pages=24, scale=2.0, max_ahead=4))
-    assert random_run(engine, seed, WAYS, most_new=40) == expected
+    assert random_run(engine, seed, WAYS, max_new=40) == expected
     assert passes_ahead(engine) > 0
     assert engine.stats().preemptions > 0
     assert engine.stats().used_pages == 0
