@@ -49,7 +49,7 @@ from octile.train.step.progress import Progress, batch_ramp
 from octile.train.step.skips import Skips
 from octile.train.strategy.make import make_strategy, run_recipe
 
-AHEAD = 4  # batches that a thread prepares for a GPU; a CPU has no core to spare, and no memory
+AHEAD = COLLECT_EVERY  # batches that a thread prepares for a GPU; a CPU has no core to spare, and no memory
 
 
 class Trainer:
@@ -189,7 +189,6 @@ class Trainer:
         overflowed = scale if result.overflowed else None
         numbers = (progress.steps_done, learning_rate, tokens, progress.tokens)
         self._launched.append(Launched(*numbers, scheduled, overflowed), result.values)
-        self._prepared.prepare()
 
     def collect(self, leave: int = 0) -> Iterator[Metrics]:
         """Wait for launched steps and yield their metrics, the oldest first; `leave` of the newest stay launched.
@@ -205,6 +204,7 @@ class Trainer:
         if len(self._launched) <= leave:
             return
         self.ranks.begin(f"results of step {self._launched.oldest.number}")
+        self._prepared.prepare()  # while the host waits
         collected = self._launched.collect(len(self._launched) - leave)
         clock = self._launched.clock
         if not leave:

@@ -49,12 +49,14 @@ def test_gradients_of_micro_batches_are_added_in_place(new_trainer, monkeypatch:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-8)
 
 
-def test_batches_are_prepared_after_a_step_is_launched(new_trainer, monkeypatch: pytest.MonkeyPatch):
+def test_batches_are_prepared_while_the_host_waits_for_results(new_trainer, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(PreparedBatches, "prepare", lambda prepared: launched.append(len(trainer._launched)))
     trainer, launched = new_trainer(), list[int]()
     trainer.launch()
     trainer.launch()
-    assert launched == [1, 2]
+    assert launched == []
+    list(trainer.collect(leave=1))
+    assert launched == [2]
 
 
 def test_micro_batches_of_a_step_share_rotary_tables(new_trainer, monkeypatch: pytest.MonkeyPatch):

@@ -93,7 +93,7 @@ class PreparedBatches:
 
     A step that does not follow the last one is prepared when it is asked for, and the thread continues from there. The
     thread never waits, so that a process can end at any time. It prepares those after it when `prepare` is called, and
-    not before: while a step is launched it would take turns with the launch, as both need Python's lock.
+    not before: while steps are launched it would take turns with the launches, as both need Python's lock.
     """
 
     def __init__(self, batch: Callable[[int], Tensor], ahead: int):
