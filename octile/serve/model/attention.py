@@ -94,7 +94,7 @@ class NaiveAttention:
         w: AttentionWeights,
         step: Step,
         piece: PrefillPiece,
-        own: tuple[Tensor, Tensor] | None,
+        read: tuple[Tensor, Tensor] | None,
     ) -> None:
         """Attend from the rows of a piece, and write the result to out.
 
@@ -102,18 +102,17 @@ class NaiveAttention:
             out_SHV, q_SHX: values and queries of the piece's rows.
             layer, w: which block it is, and its weights.
             step, piece: the rows of the step, and which of them these are.
-            own: `decompressed` of all rows of the step, if its chunks attend to no others.
+            read: `decompressed` of the piece's positions; None: it is computed.
         """
         assert step.context is not None
         if piece.positions > step.max_positions:  # one chunk
             slots_L = step.context.narrow(0, piece.first_position, piece.positions)
             out_SHV.copy_(self._attend_in_parts(q_SHX, layer, w, slots_L, step.max_positions))
             return
-        if own is None:
+        if read is None:
             slots_L = step.context.narrow(0, piece.first_position, piece.n_read)
-            read = (t[: piece.positions] for t in self.decompressed(layer, w, slots_L))
-        else:
-            read = (t.narrow(0, piece.first_row, piece.rows) for t in own)
+            kv_LY, rope_LR = self.decompressed(layer, w, slots_L)
+            read = kv_LY[: piece.positions], rope_LR[: piece.positions]
         k_LHX, v_LHV = self._assembled(*read)
         starts = piece.row_starts, piece.position_starts, piece.max_rows, piece.max_positions
         ragged_attention(out_SHV, q_SHX, k_LHX, v_LHV, *starts, self.softmax_scale)
@@ -370,40 +369,59 @@ class Attention:
         rotated_1THE = rotate_first(x_1THE, *cos_sin, self.config.indexer_rope_interleave)
         return rotated_1THE, rotated_1THE.new_ones(rotated_1THE.shape[:3])
 
-    def attend(
+    def attend(self, queries: Queries, layer: int, w: AttentionWeights, step: Step) -> Tensor:
+        """Attend from all rows of a step: [T, H·V].
+
+        Args:
+            queries, layer, w, step: the queries, which block it is, its weights, the rows.
+        """
+        out_TV = queries.q.new_empty(len(queries.q), self.n_heads * self.config.v_head_dim)
+        if len(step.lengths):
+            self.attend_from_decode_rows(queries, layer, w, step, out_TV)
+        self.attend_from_prompts(queries, layer, w, step, None, out_TV)
+        return out_TV
+
+    def attend_from_decode_rows(
+        self, queries: Queries, layer: int, w: AttentionWeights, step: Step, out_TV: Tensor
+    ) -> None:
+        """Attend from the decode rows of a step, the first ones, and write the result to out.
+
+        Args:
+            queries, layer, w, step: arguments of `attend`.
+            out_TV: memory for the result of all rows.
+        """
+        n = len(step.lengths)
+        q, index_queries = queries.rows(0, n)
+        q_THW = absorb(q, w.w_k, self.gemms.heads_nt)
+        out_THV = out_TV[:n].unflatten(-1, (self.n_heads, -1))
+        self._attend_to_pages(q_THW, index_queries, layer, w, step, out_THV)
+
+    def attend_from_prompts(
         self,
         queries: Queries,
         layer: int,
         w: AttentionWeights,
         step: Step,
-        own: tuple[Tensor, Tensor] | None = None,
-        out_TV: Tensor | None = None,
-    ) -> Tensor:
-        """Attend from all rows of a step: [T, H·V].
+        read: Sequence[tuple[Tensor, Tensor]] | None,
+        out_TV: Tensor,
+    ) -> None:
+        """Attend from the prefill chunks of a step, after its decode rows have, and write the result to out.
 
         Args:
-            queries, layer, w, step: the queries, which block it is, its weights, the rows.
-            own: `NaiveAttention.decompressed` of the rows themselves, if prefill chunks attend to no others.
-            out_TV: memory for the result; None: new memory.
+            queries, layer, w, step: arguments of `attend`.
+            read: `NaiveAttention.decompressed` of the positions of each piece; None: it is computed where it is needed.
+            out_TV: memory for the result of all rows. Those after the last chunk, which only fill GEMMs, become 0.
         """
-        n_decode = len(step.lengths)
-        if out_TV is None:
-            out_TV = queries.q.new_empty(len(queries.q), self.n_heads * self.config.v_head_dim)
+        end = step.prefills[-1].first_row + step.prefills[-1].rows if step.prefills else len(step.lengths)
+        out_TV[end:] = 0
         o_THV = out_TV.unflatten(-1, (self.n_heads, -1))
-        if n_decode:
-            q, index_queries = queries.rows(0, n_decode)
-            q_THW = absorb(q, w.w_k, self.gemms.heads_nt)
-            self._attend_to_pages(q_THW, index_queries, layer, w, step, o_THV[:n_decode])
-        end = step.prefills[-1].first_row + step.prefills[-1].rows if step.prefills else n_decode
-        out_TV[end:] = 0  # rows that only fill GEMMs
-        for piece in step.prefills:
+        for i, piece in enumerate(step.prefills):
             piece_queries = queries.rows(piece.first_row, piece.rows)
             out_SHV = o_THV.narrow(0, piece.first_row, piece.rows)
-            if self._is_sparse(piece):
+            if self.is_piece_sparse(piece):
                 self._attend_to_top_k(out_SHV, piece_queries, layer, w, step, piece)
             else:
-                self.naive.attend(out_SHV, piece_queries.q, layer, w, step, piece, own)
-        return out_TV
+                self.naive.attend(out_SHV, piece_queries.q, layer, w, step, piece, None if read is None else read[i])
 
     def _attend_to_pages(
         self, q_THW: Tensor, index: IndexQueries | None, layer: int, w: AttentionWeights, step: Step, out_THV: Tensor
@@ -458,7 +476,7 @@ class Attention:
         assert self.index is not None
         return self.index.read(layer, slots)[0]
 
-    def _is_sparse(self, piece: PrefillPiece) -> bool:
+    def is_piece_sparse(self, piece: PrefillPiece) -> bool:
         """Whether a piece is a chunk that attends to top-k positions: it has more than K."""
         return self.index is not None and piece.max_positions > self._index_topk
 

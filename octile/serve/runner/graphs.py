@@ -1,7 +1,7 @@
 """CUDA graphs of a model runner: those of decode steps, those of steps with prompts, and the memory that they share.
 
-Shapes: T rows, D model, H heads, X channels of a query, R of a rotary key, V of a value, Y of all heads' keys but their
-rotary part, and values.
+Shapes: T rows, L positions, D model, H heads, X channels of a query, R of a rotary key, V of a value, Y of all heads'
+keys but their rotary part, and values.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from torch import Tensor
 
 from octile.kernels.cuda.jit.launch import overlapping_launches
 from octile.nn.interleave import run_interleaved
-from octile.serve.model.attention import Queries
+from octile.serve.model.attention import Attention, Queries
 from octile.serve.model.forward import Forward
 from octile.serve.model.top_k_keys import IndexQueries
+from octile.serve.runner.attention_graphs import Attended, AttentionGraphs, decode_sizes
 from octile.serve.runner.step import DecodeRows, Layout, Step, decode_step, with_chosen
-from octile.serve.weights.block_weights import MLPWeights
+from octile.serve.weights.block_weights import AttentionWeights, MLPWeights
 
 T = TypeVar("T")
 
 FEW_ROWS, MAX_ROWS = 2048, 8192  # of steps with prompts
+POSITIONS = 4096  # or as many as a step has rows: those of texts that a step continues have graphs up to so many
 FILL_ROWS = 256  # to a multiple of which other steps with prompts are padded
 ROWS = FILL_ROWS, 1024  # to multiples of which steps are padded: up to FEW_ROWS, and beyond
 
@@ -168,13 +170,14 @@ class PrefillGraphs:
 
         embedding
         graph 0      queries and latents of layer 0, and what keys and values of the rows consist of, if they are read
-        attention    of layer 0, launched kernel by kernel
+        attention    of layer 0: from decode rows by a graph of its own, from prompts kernel by kernel
         graph 1      the rest of layer 0, then the same of layer 1
         …
         graph L      the rest of the last layer
 
     Chunks that begin their texts attend to the keys and values that the graphs have computed; for others they are
-    computed anew, of all positions that they attend to. In batch-invariant mode chunks attend to latents instead.
+    computed anew, of all positions that they attend to, by one more graph a layer (`AttentionGraphs`). In
+    batch-invariant mode chunks attend to latents instead, and all of attention is launched kernel by kernel.
 
     Some 30 kernels of a layer take the host longer than a GPU needs for 2,048 rows. Rows are padded to a multiple of
     256, or of 1,024; what fills them is written nowhere. The graphs of all numbers of rows are captured at the start
@@ -190,16 +193,30 @@ class PrefillGraphs:
         memory: memory of the graphs; None on a CPU.
         max_rows: rows of the largest graph, at most MAX_ROWS; steps with more are computed without one.
         micro_batches: 1 or 2, of rows that are exchanged with other ranks.
+        max_decode_rows: decode rows of a step at most; with more, they attend kernel by kernel.
 
     Raises:
         RuntimeError: a graph cannot be captured, and other ranks, which exchange rows with this one, may have theirs.
     """
 
-    def __init__(self, forward: Forward, memory: GraphMemory | None, max_rows: int, micro_batches: int = 1):
+    def __init__(
+        self,
+        forward: Forward,
+        memory: GraphMemory | None,
+        max_rows: int,
+        micro_batches: int = 1,
+        max_decode_rows: int = 0,
+    ):
         self._forward, self._memory, self._micro_batches = forward, memory, micro_batches
         self._buffers: _Buffers | None = None  # of the largest graph that there is memory for
         sizes = graph_rows(min(max_rows, MAX_ROWS))
         self._graphs = {size: self._capture(size) for size in reversed(sizes)}
+        self._attention = self._capture_attention(max_decode_rows)
+
+    @property
+    def max_positions(self) -> int:
+        """Up to so many positions of texts that a step continues have graphs for their keys and values."""
+        return 0 if self._attention is None else self._attention.max_positions
 
     def hidden(self, step: Step, at_least: int = 0) -> Tensor:
         """Compute `Forward.hidden` of a step.
@@ -210,7 +227,7 @@ class PrefillGraphs:
         """
         size = padded_rows(max(len(step.tokens), at_least))
         graphs = self._graphs.get(size)
-        return self._forward.for_rows(size).hidden(step) if graphs is None else graphs.hidden(step)
+        return self._forward.for_rows(size).hidden(step) if graphs is None else graphs.hidden(step, self._attention)
 
     def _capture(self, size: int) -> _Graphs | None:
         """Capture the graphs of a number of rows; None, with a warning: it is not possible.
@@ -236,6 +253,23 @@ class PrefillGraphs:
             warnings.warn(what, RuntimeWarning, stacklevel=2)
             return None
 
+    def _capture_attention(self, max_decode_rows: int) -> AttentionGraphs | None:
+        """Capture the graphs of attention; None: this mode has none, or, with a warning, they cannot be captured."""
+        forward, buffers = self._forward, self._buffers
+        if buffers is None or forward.gemms.batch_invariant or not any(self._graphs.values()):
+            return None
+        attention, n_rows = forward.attention, len(buffers.o_TV)
+        has_top_k = attention.index is not None  # whose decode rows attend as the lengths of texts say
+        rows = [] if has_top_k else [n for n in decode_sizes(max_decode_rows) if n <= n_rows]
+        queries = [buffers.queries(attention, block.attention, n_rows) for block in forward.weights.blocks]
+        attended = Attended(queries, buffers.kv_LY, buffers.rope_LR, buffers.o_TV)
+        try:
+            return AttentionGraphs(forward, attended, self._record, rows, graph_rows(len(buffers.kv_LY)))
+        except RuntimeError as error:
+            what = f"attention of steps with prompts has no CUDA graphs, which could not be captured: {error}"
+            warnings.warn(what, RuntimeWarning, stacklevel=2)
+            return None
+
     def _record(self, compute: Callable[[], None]) -> Callable[[], None]:
         """Capture a graph, and return what replays it."""
         return compute if self._memory is None else self._memory.capture(compute)[0]
@@ -244,13 +278,14 @@ class PrefillGraphs:
 class _Buffers(NamedTuple):
     """What the graphs of up to so many rows read and write; q has the capacity for the results of the widest GEMM.
 
-    x has the rows of one rank of a group that shares them; the rest has those of all.
+    x has the rows of one rank of a group that shares them; the rest has those of all. kv and rope have as many rows, or
+    more positions of texts that a step continues.
     """
 
     x_TD: Tensor
     q: Tensor
-    kv_TY: Tensor
-    rope_TR: Tensor
+    kv_LY: Tensor
+    rope_LR: Tensor
     o_TV: Tensor
     slots: Tensor
     read_slots: Tensor  # slots, and 0 for rows that are written nowhere
@@ -264,9 +299,10 @@ class _Buffers(NamedTuple):
         weights, c, heads = forward.weights, forward.weights.config, forward.weights.n_heads
         x_TD = weights.head.new_zeros(forward.tp.n_own(rows), c.hidden_size)
         q = x_TD.new_zeros(rows * max(forward.attention.query_width(block.attention) for block in weights.blocks))
-        kv_rows = 0 if forward.gemms.batch_invariant else rows
-        kv_TY = x_TD.new_zeros(kv_rows, heads * (c.qk_nope_head_dim + c.v_head_dim))
-        rope_TR = x_TD.new_zeros(rows, c.qk_rope_head_dim)
+        n_positions = max(rows, padded_rows(min(POSITIONS, len(forward.cos))))
+        n_positions = 0 if forward.gemms.batch_invariant else n_positions
+        kv_LY = x_TD.new_zeros(n_positions, heads * (c.qk_nope_head_dim + c.v_head_dim))
+        rope_LR = x_TD.new_zeros(n_positions, c.qk_rope_head_dim)
         o_TV = x_TD.new_zeros(rows, heads * c.v_head_dim)
         slots = torch.full((rows,), -1, dtype=torch.int64, device=weights.device)
         cos, sin = (t.new_zeros(rows, t.shape[1]) for t in (forward.cos, forward.sin))
@@ -274,12 +310,27 @@ class _Buffers(NamedTuple):
         index_heads, channels = (c.index_n_heads or 0, c.index_head_dim or 0) if has_index else (0, 0)
         index_q = torch.zeros(rows, index_heads, channels, dtype=torch.float8_e4m3fn, device=weights.device)
         index = index_q, cos.new_zeros(rows, index_heads)
-        return cls(x_TD, q, kv_TY, rope_TR, o_TV, slots, torch.zeros_like(slots), cos, sin, *index)
+        return cls(x_TD, q, kv_LY, rope_LR, o_TV, slots, torch.zeros_like(slots), cos, sin, *index)
 
     def first(self, rows: int, own_rows: int) -> _Buffers:
         """Return views of the first rows, of which x has a rank's own ones."""
-        first = _Buffers(*(t if t is self.q else t[:rows] for t in self))
+        whole = "q", "kv_LY", "rope_LR"
+        first = _Buffers(*(t if name in whole else t[:rows] for name, t in self._asdict().items()))
         return first._replace(x_TD=self.x_TD[:own_rows])
+
+    def projected(self, attention: Attention, w: AttentionWeights, n: int) -> Tensor:
+        """Return the memory for what a GEMM computes of n rows: their queries, and what else its weight gives."""
+        width = attention.query_width(w)
+        return self.q[: n * width].view(n, width)
+
+    def queries(self, attention: Attention, w: AttentionWeights, n: int) -> Tensor:
+        """Return the queries of n rows, [n, H, X]."""
+        n_heads, width = attention.n_heads, attention.config.qk_head_dim
+        return self.projected(attention, w, n)[:, : n_heads * width].unflatten(-1, (n_heads, width))
+
+    def keys(self, first: int, n: int) -> tuple[Tensor, Tensor]:
+        """Return what the keys and values of n rows or positions consist of."""
+        return self.kv_LY.narrow(0, first, n), self.rope_LR.narrow(0, first, n)
 
 
 class _Graphs:
@@ -297,7 +348,7 @@ class _Graphs:
         buffers.slots.fill_(-1)  # while graphs are captured, nothing is written to the cache
         self._replays = [record(partial(self._between, i)) for i in range(len(forward.weights.blocks) + 1)]
 
-    def hidden(self, step: Step) -> Tensor:
+    def hidden(self, step: Step, attention: AttentionGraphs | None) -> Tensor:
         """Compute what the head reads, [T, D]."""
         forward, buffers, n = self._forward, self._buffers, len(step.tokens)
         step = forward.attention.with_schedule(step)
@@ -309,12 +360,22 @@ class _Graphs:
         buffers.slots[:n] = step.slots
         buffers.slots[n:] = -1
         torch.clamp(buffers.slots, min=0, out=buffers.read_slots)
-        begins = all(piece.rows == piece.positions for piece in step.prefills)
-        own = (buffers.kv_TY, buffers.rope_TR) if begins else None
+        attend = None if attention is None else attention.for_decode_rows(step)
+        decompress = read = None
+        if all(piece.rows == piece.positions for piece in step.prefills):
+            read = [buffers.keys(piece.first_row, piece.rows) for piece in step.prefills]
+        elif attention is not None and (decompress := attention.for_positions(step)) is not None:
+            read = [buffers.keys(0, piece.positions) for piece in step.prefills]
         self._replays[0]()
         for layer, block in enumerate(forward.weights.blocks):
-            queries, out_TV = self._queries[layer].rows(0, n), buffers.o_TV[:n]
-            forward.attention.attend(queries, layer, block.attention, step, own, out_TV)
+            queries, out_TV, w = self._queries[layer].rows(0, n), buffers.o_TV[:n], block.attention
+            if attend is not None:
+                attend[layer]()
+            elif len(step.lengths):
+                forward.attention.attend_from_decode_rows(queries, layer, w, step, out_TV)
+            if decompress is not None:
+                decompress[layer]()
+            forward.attention.attend_from_prompts(queries, layer, w, step, read, out_TV)
             self._replays[layer + 1]()
         return forward.last_norm(buffers.x_TD, n)
 
@@ -326,10 +387,11 @@ class _Graphs:
             self._after_attention(i - 1)
         if i < len(blocks):
             w, rows, cos_sin = blocks[i].attention, len(slots), (buffers.cos, buffers.sin)
-            out_TW = buffers.q[: rows * forward.attention.query_width(w)].view(rows, -1)
+            out_TW = buffers.projected(forward.attention, w, rows)
             self._queries[i] = self._stored(forward.attention.queries(x_TD, i, blocks[i], slots, cos_sin, out_TW))
             if not forward.gemms.batch_invariant:  # where chunks attend to latents alone
-                buffers.rope_TR.copy_(forward.attention.naive.decompressed(i, w, buffers.read_slots, buffers.kv_TY)[1])
+                kv_TY, rope_TR = buffers.keys(0, rows)
+                rope_TR.copy_(forward.attention.naive.decompressed(i, w, buffers.read_slots, kv_TY)[1])
 
     def _after_attention(self, layer: int) -> None:
         """Compute the rest of a layer, in as many micro-batches if its experts are spread over ranks."""

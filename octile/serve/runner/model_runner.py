@@ -199,7 +199,8 @@ class ModelRunner:
         """Capture the graphs of all steps, so that no step of a running server waits for it."""
         max_pages = -(-self.max_position // PAGE)
         if max_step_tokens:
-            self.prefill_graphs = PrefillGraphs(self.forward, memory, max_step_tokens)
+            max_decode_rows = self._max_batch * (1 + self.n_drafts)
+            self.prefill_graphs = PrefillGraphs(self.forward, memory, max_step_tokens, max_decode_rows=max_decode_rows)
         if self._max_rows:
             self.graphs = DecodeGraphs(self.forward, memory, self._max_rows, max_pages)
             if self.n_drafts:
@@ -221,7 +222,9 @@ class ModelRunner:
         short_prompt = min(self._max_step_tokens, MAX_DECODE_TOKENS)  # whose rows attend as those that decode
         rows = max(self._max_batch * (1 + self.n_drafts), short_prompt)
         index_topk = None if self.index is None else self.forward.weights.config.index_topk
-        for batch in warm_up_batches(self._max_step_tokens, rows, self.max_position, self.vocab_size, index_topk):
+        in_graphs = 0 if self.prefill_graphs is None else self.prefill_graphs.max_positions
+        kinds = self._max_step_tokens, rows, self.max_position, self.vocab_size, index_topk, in_graphs
+        for batch in warm_up_batches(*kinds):
             layout = self._layout(batch)
             if self.graphs is None or not self._has_graph(layout):
                 self._compute_unwritten(layout)
@@ -253,11 +256,11 @@ class ModelRunner:
             what = f"steps are computed without CUDA graphs, and the host waits in each layer: {why_not}"
             warnings.warn(what, RuntimeWarning, stacklevel=3)
             return
+        rows = self._max_batch * (1 + self.n_drafts)
         if max_step_tokens:
             self.use_peers(weights.peer_dispatcher(self.tp.n_own(padded_rows(min(max_step_tokens, MAX_ROWS)))))
             if not self.batch_invariant:
-                self.prefill_graphs = PrefillGraphs(self._with_peers, memory, max_step_tokens, micro_batches)
-        rows = self._max_batch * (1 + self.n_drafts)
+                self.prefill_graphs = PrefillGraphs(self._with_peers, memory, max_step_tokens, micro_batches, rows)
         exchange = weights.decoding_exchange(self.tp.n_own(rows)) if rows else None
         if exchange is not None:
             self._decoding, self.max_ahead = self._decoding.with_feed_forward(exchange=exchange), self._max_batch

@@ -3,8 +3,8 @@
     prompts      of all numbers of rows that graphs have, next to a row that decodes: they begin, or continue
     rows         that decode alone, or next to a prompt, of powers of two: attention and the choice of tokens have other
                  kernels for more rows, and outside of graphs
-    positions    that a chunk in the middle of its text reads, of all numbers that their GEMM has: outside of graphs,
-                 where kernels do not overlap, it has others than in them
+    positions    that chunks in the middle of their texts read, of all numbers that their GEMM has outside of graphs: as
+                 kernels do not overlap there, it has others than in them
     long texts   of both, with more positions than `index_topk`
 
 All chunks name page 0 for all their positions: what computes them writes nothing to it.
@@ -22,12 +22,18 @@ from octile.serve.engine.sampler import Row
 from octile.serve.model.attention import GEMM_ROWS
 from octile.serve.runner.batch import Batch, Chunk
 from octile.serve.runner.graphs import FILL_ROWS, MAX_ROWS, graph_rows, graph_sizes
+from octile.serve.runner.step import MAX_DECODE_TOKENS
 
 SAMPLED = Row(Sampling(temperature=1.0, top_p=0.9, top_k=50), 0, 0)  # which takes the most kernels
 
 
 def warm_up_batches(
-    max_step_tokens: int, max_decode_rows: int, max_position: int, vocab_size: int, index_topk: int | None
+    max_step_tokens: int,
+    max_decode_rows: int,
+    max_position: int,
+    vocab_size: int,
+    index_topk: int | None,
+    positions_in_graphs: int,
 ) -> Iterator[Batch]:
     """Yield the batches.
 
@@ -37,6 +43,7 @@ def warm_up_batches(
         max_position: positions of a text.
         vocab_size: tokens of the model. They differ, and so the experts that they choose.
         index_topk: positions to which a row attends at most, if the model has an indexer; None: to all.
+        positions_in_graphs: up to so many positions are read in graphs.
     """
     n = min(PAGE, max_position) // 2  # tokens of a chunk
     if not n:
@@ -56,10 +63,14 @@ def warm_up_batches(
     decoding = graph_sizes(max_decode_rows) if max_decode_rows else []
     for start in (0, n):
         yield from (prompts(start, rows) for rows in sizes)
-    if size := min(n, max_step_tokens):
-        read = range(FILL_ROWS, min(GEMM_ROWS, max_position + FILL_ROWS - 1) + 1, FILL_ROWS)
-        ends = (min(positions, max_position) for positions in read)
-        yield from (Batch([chunk(end - size, size, 1)]) for end in ends)
+    for beyond in range(FILL_ROWS, GEMM_ROWS + 1, FILL_ROWS):
+        total = positions_in_graphs + beyond
+        texts = -(-total // max_position)
+        size = min(n, max_step_tokens // texts)
+        if size <= MAX_DECODE_TOKENS:
+            break
+        ends = ((i + 1) * total // texts - i * total // texts for i in range(texts))
+        yield Batch([chunk(end - size, size, 1) for end in ends])
     yield from (Batch([chunk(n, 1, 1)] * rows) for rows in decoding)
     together = [rows for rows in decoding if 1 < rows <= max_step_tokens - n]
     yield from (Batch([*[chunk(n, 1, 1)] * rows, chunk(0, n, 1)]) for rows in together)

@@ -41,10 +41,10 @@ def attend(attention: tuple[NaiveAttention, ServedWeights], step: Step, q_THX: T
     naive, weights = attention
     w = weights.blocks[LAYER].attention
     out_THV = torch.full((*q_THX.shape[:2], CONFIG.v_head_dim), torch.nan)
-    of_own = naive.decompressed(LAYER, w, step.slots) if own else None
+    kv_TY, rope_TR = naive.decompressed(LAYER, w, step.slots)
     for piece in step.prefills:
         rows = slice(piece.first_row, piece.first_row + piece.rows)
-        naive.attend(out_THV[rows], q_THX[rows], LAYER, w, step, piece, of_own)
+        naive.attend(out_THV[rows], q_THX[rows], LAYER, w, step, piece, (kv_TY[rows], rope_TR[rows]) if own else None)
     return out_THV
 
 

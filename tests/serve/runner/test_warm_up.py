@@ -47,7 +47,7 @@ STEP_TOKENS = 40  # of a step at most: a prompt of 30 or more begins in one step
 @pytest.mark.parametrize("max_step_tokens", [0, 1, 24, 300, 9000])
 def test_batches_fit_into_a_step_and_name_one_page(max_position: int, max_step_tokens: int):
     sizes = set[int]()
-    for batch in warm_up_batches(max_step_tokens, 6, max_position, 50, None):
+    for batch in warm_up_batches(max_step_tokens, 6, max_position, 50, None, 0):
         sizes.add(sum(len(chunk.tokens) for chunk in batch.chunks))
         for chunk in batch.chunks:
             assert 0 <= chunk.start < chunk.start + len(chunk.tokens) <= max_position
@@ -59,29 +59,37 @@ def test_batches_fit_into_a_step_and_name_one_page(max_position: int, max_step_t
 
 
 def test_prompts_are_computed_next_to_as_many_rows_as_decode_at_once():
-    batches = [batch.chunks for batch in warm_up_batches(300, 100, 512, 50, None)]
+    batches = [batch.chunks for batch in warm_up_batches(300, 100, 512, 50, None, 0)]
     mixed = [chunks for chunks in batches if len(chunks) > 1 and len(chunks[-1].tokens) > 1 == len(chunks[-2].tokens)]
     assert {2, 4, 8, 16, 32, 64, 100} <= {len(chunks) - 1 for chunks in mixed}
 
 
-@pytest.mark.parametrize("max_position", [100, 1000, 2047, 4096])
-def test_chunks_read_all_numbers_of_positions_that_gemms_outside_of_graphs_have(max_position: int):
-    layouts = (Layout.of(batch.chunks, False, False) for batch in warm_up_batches(300, 6, max_position, 50, None))
+@pytest.mark.parametrize("in_graphs", [0, 512])
+@pytest.mark.parametrize("max_position", [1000, 2047, 4096])
+def test_chunks_read_all_numbers_of_positions_that_gemms_outside_of_graphs_have(max_position: int, in_graphs: int):
+    batches = warm_up_batches(300, 6, max_position, 50, None, in_graphs)
+    layouts = (Layout.of(batch.chunks, False, False) for batch in batches)
     steps = [mixed_step(layout, 1, torch.device("cpu"), None, False, FILL_ROWS) for layout in layouts]
-    most = min(GEMM_ROWS, -(-max_position // FILL_ROWS) * FILL_ROWS)
-    assert {*range(FILL_ROWS, most + 1, FILL_ROWS)} <= {p.n_read for step in steps for p in step.prefills}
+    numbers = range(in_graphs + FILL_ROWS, in_graphs + GEMM_ROWS + 1, FILL_ROWS)
+    assert {*numbers} <= {p.n_read for step in steps for p in step.prefills}
+
+
+def test_chunks_read_no_more_positions_than_a_step_has_texts():
+    layouts = [Layout.of(batch.chunks, False, False) for batch in warm_up_batches(40, 6, 100, 50, None, 0)]
+    reading = [layout for layout in layouts if len(layout.prefill) > 1 and layout.chunks[0].start > 32]
+    assert {len(layout.chunks) for layout in reading} == {3}  # six would have fewer than nine rows each
 
 
 def test_texts_of_one_position_have_no_batches():
-    assert not [*warm_up_batches(300, 6, 1, 50, None)]
+    assert not [*warm_up_batches(300, 6, 1, 50, None, 0)]
 
 
 def test_long_texts_have_more_positions_than_top_k():
-    found = [*warm_up_batches(40, 2, 512, 50, 130)][-3:]
+    found = [*warm_up_batches(40, 2, 512, 50, 130, 0)][-3:]
     assert [[chunk.start for chunk in batch.chunks] for batch in found] == [[130, 130], [130], [130, 130]]
     assert [len(batch.chunks[-1].tokens) for batch in found] == [32, 1, 1]
     assert {len(chunk.pages) for batch in found for chunk in batch.chunks} == {3}
-    assert not any(chunk.start == 130 for batch in warm_up_batches(40, 2, 140, 50, 130) for chunk in batch.chunks)
+    assert not any(chunk.start == 130 for batch in warm_up_batches(40, 2, 140, 50, 130, 0) for chunk in batch.chunks)
 
 
 def test_rows_of_a_short_prompt_are_computed_where_no_request_decodes(monkeypatch: pytest.MonkeyPatch):
