@@ -279,7 +279,10 @@ def _gemm_line(v: Verdict) -> str:
     return f"{v.goal.title}, vs. {v.goal.peer}, {measured}: {found}{': ' if bounds else ''}{', '.join(bounds)}"
 
 
-def _met(met: bool | None) -> str:
+def _met(met: bool | None, missing: Sequence[str] = ()) -> str:
+    """The verdict on a bound that those peers meet, or miss, which were measured; others are missing."""
+    if met and missing:
+        return f"not judged: not measured with {', '.join(missing)}"
     return "met" if met else "MISSED"
 
 
@@ -348,16 +351,16 @@ def _step_line(bound: Bound, rows: Sequence[Row]) -> str:
         values = {row.what: row.value for row in found}
     if not values:
         return ""
-    is_complete = len(values) >= len(bound.peers)
+    missing = [peer for peer in bound.peers if peer not in values]
     find_worst: Callable[..., str] = min if bound.higher_is_better else max
     worst = find_worst(values, key=values.__getitem__)
     value, sign = values[worst], "≥" if bound.higher_is_better else "≤"
 
     def is_met(limit: float) -> bool:
-        return is_complete and (value >= limit if bound.higher_is_better else value <= limit)
+        return value >= limit if bound.higher_is_better else value <= limit
 
     bounds = ", ".join(
-        f"{name} {sign} {limit:g} {_met(is_met(limit))}"
+        f"{name} {sign} {limit:g} {_met(is_met(limit), missing)}"
         for name, limit in (("floor", bound.floor), ("aim", bound.aim))
         if limit is not None
     )
@@ -602,10 +605,8 @@ def _http_line(rows: Sequence[Row], case: str, settings: Sequence[str], gain: fl
     found = f"{_vllm_title(case)}: {speeds[worst]:.3f} tokens/s, {times[worst]:.3f} p99 between tokens ({worst})"
     if not is_judged:
         return found
-    is_complete = not _not_measured(peers, settings)
-    return (
-        f"{found}: floor ≥ {gain:g} at equal p99, or lower p99 at equal tokens/s {_met(is_complete and is_met(worst))}"
-    )
+    verdict = _met(is_met(worst), _not_measured(peers, settings))
+    return f"{found}: floor ≥ {gain:g} at equal p99, or lower p99 at equal tokens/s {verdict}"
 
 
 # octile bench indexer
