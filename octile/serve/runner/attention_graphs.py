@@ -33,12 +33,12 @@ class Attended(NamedTuple):
     """The memory that attention reads and writes in all graphs of a step.
 
     Attributes:
-        queries_TH: of each layer, those of all rows, [T, H, X].
+        queries: the queries of all rows, of each layer, [T, H, X].
         kv_LY, rope_LR: what keys and values of positions consist of.
         o_TV: results.
     """
 
-    queries_TH: Sequence[Tensor]
+    queries: Sequence[Tensor]
     kv_LY: Tensor
     rope_LR: Tensor
     o_TV: Tensor
@@ -106,7 +106,7 @@ class AttentionGraphs:
         attention, w = self._forward.attention, self._forward.weights.blocks[layer].attention
         nothing = self._slots[:0]  # attention reads neither tokens nor positions nor slots
         step = Step(nothing, nothing, nothing, self._pages[:size], self._lengths[:size], None, ())
-        queries = Queries(self._attended.queries_TH[layer][:size], None)
+        queries = Queries(self._attended.queries[layer][:size], None)
         attention.attend_from_decode_rows(queries, layer, w, step, self._attended.o_TV[:size])
 
     def _decompress(self, layer: int, size: int) -> None:
