@@ -33,7 +33,7 @@ class FakeRunner:
         self.draft_pages = [[EMPTY] * page_size for _ in range(n_pages)]
         self.batches: list[Batch] = []
         self.max_ahead, self.n_drafts, self.runs_ahead = max_ahead, n_drafts, max_ahead > 0
-        self.decode_steps = self.scored_steps = self.version = 0
+        self.decode_steps = self.scored_steps = self.continued_passes = self.version = 0
         self.prefixes: list[list[int]] = []  # of the rows of the last pass
         self.before: list[tuple[int, list[int]]] = []  # the last decode step: positions and tokens of its requests
         self.drafts_well = lambda tokens: random.Random(hash(tuple(tokens))).random() < 0.7
@@ -82,12 +82,16 @@ class FakeRunner:
     def update_weights(self):
         self.version += 1
 
-    def decode(self, requests, n_drafts, log_probs=False):
+    def decode(self, requests, n_drafts, log_probs=False, chosen=None):
         """As the definition of a decode step says, by `run` and `draft`, request after request."""
         self.decode_steps += 1
         assert 0 <= n_drafts <= self.n_drafts
         assert not (log_probs and self.n_drafts)
+        assert chosen is None or not self.n_drafts
         self.scored_steps += log_probs
+        self.continued_passes += chosen is not None
+        if chosen is not None:
+            self.before = [(1, [max(0, token)]) for token in chosen.tolist()]
         after, rows, scores = [], [], []
         for source, position, end, seed, top_k, verified, temperature, top_p, min_p, tokens, pages in requests:
             if source >= 0:
@@ -121,7 +125,9 @@ class FakeRunner:
             some = n_drafts - len(inside) + 1
             rows.append([*chosen, *[0] * some, accepted, *drafts, *[0] * (n_drafts - len(drafts))])
         self.before = after
-        return DecodedTokens(torch.tensor(rows), None, n_drafts, log_probs=torch.tensor(scores) if log_probs else None)
+        log_probs_of_rows = torch.tensor(scores) if log_probs else None
+        last = torch.tensor([tokens[0] for _, tokens in after])
+        return DecodedTokens(torch.tensor(rows), None, n_drafts, log_probs=log_probs_of_rows, on_device=last)
 
     def draft(self, batch, hidden):
         logits = []

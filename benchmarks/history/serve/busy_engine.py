@@ -84,7 +84,7 @@ for name in "_launch_pass", "_collect", "_collect_chosen", "_collect_logits", "_
     timed(Engine, name)
 for name in "run", "_layout", "_step", "_hidden", "_results", "_wait_for":
     timed(ModelRunner, name)
-timed(ChosenTokens, "wait")
+timed(ChosenTokens, "wait_for_chosen")
 timed(engine_module, "choose")
 with tempfile.TemporaryDirectory() as folder:
     write_random_folder(Path(folder) / "model", model, "fp8", device, letter_tokenizer(VOCABULARY))

@@ -70,6 +70,8 @@ class _InFlight(NamedTuple):
 class _Pass(NamedTuple):
     """A forward pass of chunks that is launched: its tokens are chosen already, or when it is collected.
 
+    A decode step is one, too, once a pass is to follow it.
+
     Attributes:
         scheduled: its requests, and how many tokens of each it computes,
         rows: how the token after each of its logits is chosen, and
@@ -82,7 +84,7 @@ class _Pass(NamedTuple):
     rows: Sequence[Row] = ()
     results: Results | None = None
     choosing: Sequence[tuple[Request, int]] = ()
-    chosen: ChosenTokens | None = None
+    chosen: ChosenTokens | DecodedTokens | None = None
 
 
 class FirstToken(NamedTuple):
@@ -218,7 +220,7 @@ class Engine:
         """Run one forward pass, and return what it adds to each request that has new tokens or ends.
 
         If the runner can, the next pass is launched before this one's tokens are collected, so that a GPU does not wait
-        for the host: if all requests decode (`Runner.decode`), and between two passes with prompts whose requests all
+        for the host: if all requests decode (`Runner.decode`), and before or after a pass with prompts if all requests
         sample plainly.
         """
         failed = self._take_compiled() if self._compiling else []
@@ -322,6 +324,8 @@ class Engine:
             launched = self._launch_pass(scheduled, None)
         if launched is None:
             return []
+        if isinstance(launched, _InFlight) and self._precedes_pass(launched):
+            launched = _as_pass(launched)
         if isinstance(launched, _Pass):
             return self._outputs_of_pass(launched)
         self._in_flight = self._launch(launched, self.n_drafts) if self._can_launch(launched) else None
@@ -331,18 +335,29 @@ class Engine:
         return outputs
 
     def _outputs_of_pass(self, launched: _Pass) -> list[Output]:
-        """Collect a pass, after the launch of the next one if that can be."""
-        self._in_flight, after = launched, None  # it can still be collected if the launch fails
-        if launched.chosen is not None and self._has_plain_pass() and (scheduled := self._scheduler.schedule()):
-            after = self._launch_pass(scheduled, launched.chosen.on_device)
+        """Collect a pass, after the launch of the next one, or of a decode step, if that can be."""
+        self._in_flight = launched  # it can still be collected if the launch fails
+        after = None if launched.chosen is None else self._launch_after(launched, launched.chosen.on_device)
         self._in_flight = None
         outputs = self._collect(launched)
-        if after is not None and after.chosen is None:  # another request has joined that needs more than a token
+        if isinstance(after, _Pass) and after.chosen is None:  # another request has joined that needs more than a token
             outputs += self._collect(after)
         elif self._requests:
             self._in_flight = after
         self.draft()
         return outputs
+
+    def _launch_after(self, launched: _Pass, chosen: Tensor | None) -> _Pass | _InFlight | None:
+        """Launch what can follow a pass whose tokens are not collected; None: nothing can, or the host must wait."""
+        if self._has_plain_pass():
+            scheduled = self._scheduler.schedule()
+            return self._launch_pass(scheduled, chosen) if scheduled else None
+        return self._launch(launched, 0) if self._can_launch(launched) else None
+
+    def _precedes_pass(self, launched: _InFlight) -> bool:
+        """Whether a pass with prompts can follow a decode step whose tokens are not collected."""
+        goes_ahead = self.runs_ahead and self._drafter is None and launched.tokens.on_device is not None
+        return goes_ahead and self._has_plain_pass()
 
     def _has_plain_pass(self) -> bool:
         """Whether the next pass has prompts, and nothing but tokens is wanted of those that run."""
@@ -440,7 +455,7 @@ class Engine:
         if isinstance(launched, _InFlight):
             return self._collect_decoded(launched)
         if launched.chosen is not None:
-            return self._collect_chosen(launched.choosing, launched.chosen.wait())
+            return self._collect_chosen(launched.choosing, launched.chosen.wait_for_chosen())
         assert launched.results is not None  # one of them is
         return self._collect_logits(launched.scheduled, launched.rows, launched.results)
 
@@ -551,7 +566,7 @@ class Engine:
         if not 0 < len(running) <= self._runner.max_ahead or self._runner.n_drafts != self.config.n_drafts:
             return False
         is_launched = before is not None
-        if not is_launched and not all(map(self._decodes_ahead, running.values())):
+        if not isinstance(before, _InFlight) and not all(map(self._decodes_ahead, running.values())):
             return False
         missing = sum(scheduler.n_missing(request, self._reach(request, is_launched)) for request in running.values())
         return missing <= self._pages.n_free and not scheduler.can_admit()
@@ -564,22 +579,29 @@ class Engine:
             is_launched: whether the step before is launched and not collected.
         """
         n_drafts = self.config.n_drafts
-        reached = len(request.tokens) + _beyond(n_drafts) + (1 + n_drafts if is_launched else 0)
+        reached = _n_known(request) + _beyond(n_drafts) + (1 + n_drafts if is_launched else 0)
         return min(reached, request.max_length - 1)  # the last token is not an input
 
-    def _launch(self, before: _InFlight | None, n_drafts: int) -> _InFlight | None:
+    def _launch(self, before: _InFlight | _Pass | None, n_drafts: int) -> _InFlight | None:
         """Launch a decode step of the running requests; those that `before` surely ends are left out.
 
         Args:
             before: the step that is launched and not collected, if there is one.
             n_drafts: drafts that the step makes for each request.
         """
-        sources = {} if before is None else {request.id: i for i, request in enumerate(before.requests)}
+        continued: list[Request] = []
+        chosen: Tensor | None = None
+        n_before = 0
+        if isinstance(before, _InFlight):
+            continued, n_before = before.requests, before.n_drafts
+        elif before is not None and before.chosen is not None:
+            continued, chosen = [request for request, _ in before.choosing], before.chosen.on_device
+        sources = {request.id: i for i, request in enumerate(continued)}
         requests: list[Request] = []
         verified: list[int] = []
         rows: list[DecodeRequest] = []
         for request in self._scheduler.running.values():
-            length, sampling = len(request.tokens), request.sampling
+            length, sampling = _n_known(request), request.sampling
             end = request.max_length - 1
             source = sources.get(request.id, -1)
             most = n_drafts if request.draft_count is None else min(n_drafts, request.draft_count.count)
@@ -589,7 +611,7 @@ class Engine:
             elif source < 0 or length >= end:
                 continue
             else:
-                tokens, most = [], min(most, before.n_drafts)
+                tokens, most = [], min(most, n_before)
             has_pages = self._scheduler.extend(request, self._reach(request, before is not None))
             assert has_pages  # `_can_launch` has counted them
             requests.append(request)
@@ -601,7 +623,7 @@ class Engine:
         self._steps += 1
         self._steps_ahead += before is not None
         log_probs = any(request.sampling.logprobs is not None for request in requests)
-        return _InFlight(requests, verified, n_drafts, self._runner.decode(rows, n_drafts, log_probs))
+        return _InFlight(requests, verified, n_drafts, self._runner.decode(rows, n_drafts, log_probs, chosen))
 
     def _decodes_ahead(self, request: Request) -> bool:
         """Whether a request decodes, and a decode step that is launched ahead honors its sampling."""
@@ -743,6 +765,23 @@ def _needs_only_tokens(request: Request) -> bool:
     """Whether of a pass nothing but the token is wanted, which does not depend on the tokens before."""
     sampling = request.sampling
     return sampling.can_run_ahead and sampling.logprobs is None and not request.needs_prompt_logprobs
+
+
+def _n_known(request: Request) -> int:
+    """The tokens of a request, but for one that is launched and not collected."""
+    return len(request.tokens) - (request.tokens[-1] < 0)
+
+
+def _as_pass(launched: _InFlight) -> _Pass:
+    """Return a decode step as a pass: its requests have a number for the token that it chooses, until that is known."""
+    choosing: list[tuple[Request, int]] = []
+    for i, request in enumerate(launched.requests):
+        end = len(request.tokens)
+        choosing.append((request, end))
+        if request.finish_reason is None:
+            request.n_computed = end  # its page is shared when the token is known
+            request.tokens.append(-1 - i)
+    return _Pass(choosing=choosing, chosen=launched.tokens)
 
 
 def _beyond(n_drafts: int) -> int:

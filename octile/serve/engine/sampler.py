@@ -125,7 +125,7 @@ class ChosenTokens:
             self._ready = torch.cuda.Event()
             self._ready.record(torch.cuda.current_stream(tokens_L.device))
 
-    def wait(self) -> list[int]:
+    def wait_for_chosen(self) -> list[int]:
         """Wait for the tokens, and return them."""
         if self._ready is not None:
             self._ready.synchronize()

@@ -42,8 +42,8 @@ class Batch(NamedTuple):
     """The chunks of one forward pass, each of another request, at least one.
 
     Attributes:
-        chosen: tokens that the pass before has chosen, int64 on the runner's device, whether or not they are computed:
-            in a chunk of one token, −1 − i stands for the i-th of them. None: no token is negative.
+        chosen: tokens that the pass or decode step before has chosen, int64 on the runner's device, whether or not they
+            are computed: in a chunk of one token, −1 − i stands for the i-th of them. None: no token is negative.
     """
 
     chunks: Sequence[Chunk]
@@ -117,6 +117,7 @@ class DecodedTokens:
         n_drafts: n of the step.
         timeout: seconds after which `wait` waits no longer.
         log_probs: float32 [B] in the host's memory: those of the chosen tokens, without drafts. None: there are none.
+        on_device: the last token of each request, int64 [B] on the runner's device, until the next decode step.
     """
 
     def __init__(
@@ -126,9 +127,10 @@ class DecodedTokens:
         n_drafts: int,
         timeout: float = math.inf,
         log_probs: Tensor | None = None,
+        on_device: Tensor | None = None,
     ):
         self._results, self._ready, self._n_drafts, self._timeout = results, ready, n_drafts, timeout
-        self._log_probs = log_probs
+        self._log_probs, self.on_device = log_probs, on_device
 
     @property
     def is_computed(self) -> bool:
@@ -148,6 +150,14 @@ class DecodedTokens:
             Decoded(row[: 1 + n], row[1 + n], row[2 + n :], log_prob)
             for row, log_prob in zip(results, log_probs, strict=True)
         ]
+
+    def wait_for_chosen(self) -> list[int]:
+        """Wait for the results of a step without drafts, and return the token of each request.
+
+        Raises:
+            TimeoutError: as in `wait`.
+        """
+        return [decoded.chosen[0] for decoded in self.wait()]
 
     def release_buffer(self, timeout: float) -> None:
         """Wait for the step, and copy its results: a later step writes the same buffers, and records the same event.
@@ -227,7 +237,13 @@ class Runner(Protocol):
         """
         ...
 
-    def decode(self, requests: Sequence[DecodeRequest], n_drafts: int, log_probs: bool = False) -> DecodedTokens:
+    def decode(
+        self,
+        requests: Sequence[DecodeRequest],
+        n_drafts: int,
+        log_probs: bool = False,
+        chosen: Tensor | None = None,
+    ) -> DecodedTokens:
         """Launch a decode step: each request reads its last token and its drafts, and chooses the tokens after them.
 
         The results are those of `run`, of the sampler, of `count_accepted` and of the drafter. The call may
@@ -239,6 +255,9 @@ class Runner(Protocol):
             n_drafts: drafts that the step makes for each request, and of which it verifies as many at most.
             log_probs: whether the log-probabilities of the chosen tokens are computed, too; only if the runner's
                 n_drafts is 0.
+            chosen: tokens that a pass has chosen, int64 on the runner's device, whether or not they are computed: a
+                source is the number of one of them, and its first row was the one before it. Only if the runner's
+                n_drafts is 0. None: a source is a request of the decode step before.
         """
         ...
 

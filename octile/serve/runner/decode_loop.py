@@ -127,6 +127,7 @@ class DecodeLoop:
         at_least: int = 0,
         timeout: float = math.inf,
         log_probs: bool = False,
+        chosen: Tensor | None = None,
     ) -> DecodedTokens:
         """Launch a step; see `octile.serve.runner.batch.Runner.decode`.
 
@@ -136,13 +137,16 @@ class DecodeLoop:
             at_least: requests, for which it has room: ranks that exchange rows have steps of one size.
             timeout: seconds for which the host waits for the GPU, which may wait for that of another rank.
             log_probs: whether the log-probabilities of the chosen tokens are computed, too.
+            chosen: tokens that a pass has chosen, which are continued instead of those of the step before.
 
         Raises:
-            ValueError: log_probs are asked for, and requests may have drafts, or n_drafts is above the largest n.
+            ValueError: log_probs or chosen are given, and requests may have drafts, or n_drafts is above the largest n.
             TimeoutError: the GPU has not computed the step before the last one in time.
         """
         if log_probs and self.n_drafts:
             raise ValueError(f"log_probs must be False in decode steps with drafts, and n_drafts is {self.n_drafts}")
+        if chosen is not None and self.n_drafts:
+            raise ValueError(f"chosen must be None in decode steps with drafts, and n_drafts is {self.n_drafts}")
         if not 0 <= n_drafts <= self.n_drafts:
             raise ValueError(f"n_drafts must be from 0 to {self.n_drafts}, the runner's, not {n_drafts}")
         size = next(size for size in self.sizes if size >= max(len(requests), at_least))
@@ -157,7 +161,7 @@ class DecodeLoop:
         n = len(requests)
         chosen_log_probs = self._host_log_probs[buffer, :n] if log_probs else None
         results = self._results_of(n, n_drafts)[buffer]
-        decoded = DecodedTokens(results, ready, n_drafts, timeout, chosen_log_probs)
+        decoded = DecodedTokens(results, ready, n_drafts, timeout, chosen_log_probs, self._tokens[:n, 0])
         longest = max((self._reach(request, n_drafts) for request in requests), default=0)
         is_sparse = self.forward.attention.is_sparse(longest)
         first, end = self._fill(requests, size, self._fields[buffer])
@@ -165,6 +169,9 @@ class DecodeLoop:
             self._pages[first:end].copy_(self._table.host[first:end], non_blocking=True)
             if self._on_gpu:
                 self._pages_copied.record(stream)
+        if chosen is not None:
+            self._tokens[: len(chosen), 0] = chosen
+            self._advance[: len(chosen)] = 1
         if self._on_gpu:
             replay, _ = self._graphs[n_drafts, is_sparse, log_probs][size]
             replay()

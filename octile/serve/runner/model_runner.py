@@ -417,15 +417,21 @@ class ModelRunner:
         return results
 
     @torch.no_grad()
-    def decode(self, requests: Sequence[DecodeRequest], n_drafts: int, log_probs: bool = False) -> DecodedTokens:
+    def decode(
+        self,
+        requests: Sequence[DecodeRequest],
+        n_drafts: int,
+        log_probs: bool = False,
+        chosen: Tensor | None = None,
+    ) -> DecodedTokens:
         """Launch a decode step; see `octile.serve.runner.batch.Runner`.
 
         Raises:
-            ValueError: log_probs are asked for, and requests may have drafts, or n_drafts is above the runner's.
+            ValueError: log_probs or chosen are given, and requests may have drafts, or n_drafts is above the runner's.
         """
         if self.loop is None:  # on a CPU
             self.loop = self._new_loop()
-        decoded = self.loop.run(requests, n_drafts, self.min_decode, self.timeout, log_probs)
+        decoded = self.loop.run(requests, n_drafts, self.min_decode, self.timeout, log_probs, chosen)
         self._end_step()
         return decoded
 

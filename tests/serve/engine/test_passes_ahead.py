@@ -1,4 +1,6 @@
-"""Tests of passes with prompts that are launched before the one before is collected, over a fake model."""
+"""Tests of passes with prompts, and of decode steps before and after them, that are launched before the step before is
+collected, over a fake model.
+"""
 
 import random
 from array import array
@@ -11,6 +13,7 @@ from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import FinishReason, Sampling
 from octile.serve.engine.sampler import ChosenTokens
+from octile.serve.runner.batch import DecodedTokens
 from tests.serve.fake_runner import FakeRunner
 
 PLAIN = ({}, {"temperature": 1.0}, {"temperature": 1.0, "stop": ("e",)})
@@ -64,9 +67,9 @@ def add_to(found, outputs):
 def test_the_next_pass_is_launched_before_the_host_waits_for_tokens(engine_of, monkeypatch):
     events = []
     runner = FakeRunner(n_pages=40, max_ahead=4)
-    launch, wait = runner.run, ChosenTokens.wait
+    launch, wait = runner.run, ChosenTokens.wait_for_chosen
     monkeypatch.setattr(runner, "run", lambda batch: events.append("launch") or launch(batch))
-    monkeypatch.setattr(ChosenTokens, "wait", lambda self: events.append("wait") or wait(self))
+    monkeypatch.setattr(ChosenTokens, "wait_for_chosen", lambda self: events.append("wait") or wait(self))
     engine = engine_of(runner=runner)
     for i in range(3):
         engine.add([i] * 16, Sampling(1))
@@ -74,14 +77,109 @@ def test_the_next_pass_is_launched_before_the_host_waits_for_tokens(engine_of, m
     assert events == ["launch", "launch", "wait", "launch", "wait", "wait"]
 
 
-def random_run(engine, seed, ways, n_cancel=0, max_new=12):
-    """Requests that come and are canceled at random, and what their outputs have."""
+def test_decode_steps_and_passes_are_launched_before_the_host_waits_for_each_other(engine_of, monkeypatch):
+    events = []
+    runner = FakeRunner(n_pages=40, max_ahead=4)
+    launch, decode = runner.run, runner.decode
+    monkeypatch.setattr(runner, "decode", lambda *args: events.append("decode") or decoded(*args))
+
+    def decoded(*args):
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "run", launch)  # by which this runner decodes
+            return decode(*args)
+
+    monkeypatch.setattr(runner, "run", lambda batch: events.append("pass") or launch(batch))
+    for kind in ChosenTokens, DecodedTokens:
+        wait = kind.wait_for_chosen
+        monkeypatch.setattr(kind, "wait_for_chosen", lambda self, wait=wait: events.append("wait") or wait(self))
+    wait_for_decoded = DecodedTokens.wait
+    monkeypatch.setattr(DecodedTokens, "wait", lambda self: events.append("wait") or wait_for_decoded(self))
+    engine = engine_of(runner=runner)
+    requests = [engine.add([1, 2], Sampling(5, ignore_eos=True))]
+    engine.step()
+    engine.step()
+    assert events == ["pass", "decode", "wait", "decode", "wait"]
+    requests.append(engine.add([3, 4], Sampling(3, ignore_eos=True)))
+    events.clear()
+    engine.step()
+    assert events[:2] == ["pass", "wait"]  # the decode step, whose tokens the pass reads, is collected after its launch
+    events.clear()
+    engine.step()
+    assert events == ["decode", "wait"]
+    run(engine)
+    for request in requests:
+        assert request.tokens.tolist() == [*request.prompt, *runner.text_of([*request.prompt], request.sampling)]
+
+
+def passes_after_decode_steps(runner, monkeypatch):
+    """Count, in a list, the passes whose tokens a decode step has chosen that nobody had collected."""
+    found, run, decode = [], runner.run, runner.decode
+    last = []
+
+    def decoded(*args):
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "run", run)
+            step = decode(*args)
+        last[:] = [step.on_device]
+        return step
+
+    monkeypatch.setattr(runner, "decode", decoded)
+    monkeypatch.setattr(runner, "run", lambda batch: found.extend(t for t in last if t is batch.chosen) or run(batch))
+    return found
+
+
+@pytest.mark.parametrize("n_pages", [40, 24], ids=["roomy", "tight"])
+@pytest.mark.parametrize("seed", range(4))
+def test_requests_that_come_one_by_one_get_what_they_get_where_each_step_is_collected_at_once(
+    engine_of, monkeypatch, seed, n_pages
+):
+    expected = random_run(engine_of(ahead=False, runner=FakeRunner(n_pages=60, scale=2.0)), seed, PLAIN, pause=9)
+    runner = FakeRunner(n_pages=n_pages, scale=2.0, max_ahead=4)
+    found = passes_after_decode_steps(runner, monkeypatch)
+    engine = engine_of(runner=runner)
+    assert random_run(engine, seed, PLAIN, pause=9) == expected
+    assert found
+    assert runner.continued_passes > 0
+    assert engine.stats().used_pages == 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_requests_that_are_canceled_between_decode_steps_and_passes_change_no_other(engine_of, seed):
+    expected = random_run(engine_of(ahead=False), seed, PLAIN, pause=9)
+    engine = engine_of()
+    found = random_run(engine, seed, PLAIN, n_cancel=10, pause=9)
+    assert engine.stats().canceled > 0
+    assert engine._runner.continued_passes > 0
+    assert engine.stats().used_pages == 0
+    for request_id, result in found.items():
+        if result[-1] is not None:
+            assert result[0] == expected[request_id][0]
+
+
+def test_tokens_are_not_lost_if_no_pass_can_be_launched_after_a_decode_step(engine_of, monkeypatch):
+    engine = engine_of()
+    runner = engine._runner
+    requests = [engine.add([1, 2], Sampling(9, ignore_eos=True))]
+    for _ in range(2):
+        engine.step()
+    requests.append(engine.add([3, 4], Sampling(3, ignore_eos=True)))
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "run", lambda batch: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    run(engine)
+    assert requests[0].tokens.tolist() == [1, 2, *runner.text_of([1, 2], Sampling(9))]
+    assert requests[1].tokens.tolist() == [3, 4, *runner.text_of([3, 4], Sampling(3))]
+
+
+def random_run(engine, seed, ways, n_cancel=0, max_new=12, pause=3):
+    """Requests that come, after up to `pause` steps each, and are canceled at random, and what their outputs have."""
     draw, cancels, found = random.Random(seed), random.Random(seed), {}
     for i in range(30):
         prompt = [7] * draw.randint(0, 9) + [draw.randint(0, 3) for _ in range(draw.randint(1, 40))]
         ignore_eos = draw.random() < 0.5
         engine.add(prompt, Sampling(draw.randint(1, max_new), seed=i, ignore_eos=ignore_eos, **draw.choice(ways)))
-        for _ in range(draw.randint(0, 3)):
+        for _ in range(draw.randint(0, pause)):
             add_to(found, engine.step())
         if cancels.random() * 30 < n_cancel and engine._requests:
             canceled = cancels.choice([*engine._requests])
@@ -218,6 +316,22 @@ def test_a_prompt_whose_first_token_ends_its_text_is_scored_once(engine_of, toke
     assert [len(result[0]) for result in found.values()] == [0, 5, 5]
 
 
+def test_a_request_that_is_canceled_during_a_decode_step_keeps_the_tokens_that_are_known(engine_of):
+    engine = engine_of()
+    request, other = (engine.add([i, 2], Sampling(9, ignore_eos=True)) for i in range(2))
+    for _ in range(3):
+        engine.step()
+    engine.cancel(request.id)
+    known = [0, 2, *engine._runner.text_of([0, 2], Sampling(3))]
+    assert request.tokens.tolist() == known
+    engine.add([3, 4], Sampling(3))
+    engine.step()  # a pass after the decode step
+    assert other.tokens[-1] < 0
+    assert request.tokens.tolist() == known
+    run(engine)
+    assert other.tokens.tolist() == [1, 2, *engine._runner.text_of([1, 2], Sampling(9))]
+
+
 def test_a_canceled_request_keeps_the_tokens_that_are_known(engine_of):
     engine = engine_of(max_step_tokens=8)
     request = engine.add([1, 2], Sampling(9, ignore_eos=True))
@@ -279,7 +393,7 @@ def test_a_request_that_is_preempted_before_its_pass_is_collected_goes_on(engine
 
 
 def test_chosen_tokens_are_those_of_the_device():
-    assert ChosenTokens(torch.tensor([3, -1, 5])).wait() == [3, -1, 5]
+    assert ChosenTokens(torch.tensor([3, -1, 5])).wait_for_chosen() == [3, -1, 5]
 
 
 def test_tokens_of_a_request_are_an_array_to_its_end(engine_of):

@@ -68,7 +68,7 @@ def test_requests_that_wait_begin_with_the_new_weights_and_delay_no_step_of_thos
     outputs = engine.update_weights("finish")
     assert {output.request_id for output in outputs} == {first.id}
     assert (first.n_generated, second.n_generated) == (9, 0)
-    assert engine.stats().steps_ahead == 7, "a step was not launched ahead because the second request could join"
+    assert engine.stats().steps_ahead == 8, "a step was not launched ahead because the second request could join"
     while engine.has_work:
         engine.step()
     assert (first.weights_versions, second.weights_versions) == ([(1, 0)], [(1, 1)])

@@ -66,6 +66,27 @@ def test_steps_choose_what_the_host_chooses():
     assert found == chosen_by_host(*new_runner(), 4)
 
 
+def test_a_step_continues_the_tokens_of_a_pass_and_a_pass_those_of_a_step():
+    runner, prompts = new_runner()
+    chunks = [Chunk(tokens[-1:], n - 1, pages, 1) for tokens, n, pages in zip(prompts, LENGTHS, PAGES, strict=True)]
+    rows = [Row(sampling, i, n) for i, (sampling, n) in enumerate(zip(SAMPLINGS, LENGTHS, strict=True))]
+    chosen = choose(runner.run(Batch(chunks)).logits, rows)
+    step = runner.decode([request(i, [], source=i) for i in (2, 0, 1)], 0, chosen=chosen)
+    assert step.on_device is not None
+    row_of = {2: 0, 0: 1, 1: 2}
+    chunks = [Chunk([-1 - row_of[i]], n + 1, pages, 1) for i, (n, pages) in enumerate(zip(LENGTHS, PAGES, strict=True))]
+    rows = [row._replace(position=row.position + 2) for row in rows]
+    after = choose(runner.run(Batch(chunks, step.on_device)).logits, rows)
+    found = [[chosen[i].item(), step.wait()[row_of[i]].chosen[0], after[i].item()] for i in range(3)]
+    assert found == chosen_by_host(*new_runner(), 3)
+
+
+def test_no_step_with_drafts_continues_a_pass():
+    runner, _ = new_runner(n_drafts=2)
+    with pytest.raises(ValueError, match="chosen must be None in decode steps with drafts, and n_drafts is 2"):
+        runner.decode([request(1, [], source=0)], 0, chosen=torch.tensor([5]))
+
+
 def test_steps_leave_out_the_tokens_that_the_host_leaves_out():
     runner, prompts = new_runner()
     steps = [runner.decode([request(i, tokens[-1:], samplings=TRUNCATED) for i, tokens in enumerate(prompts)], 0)]
