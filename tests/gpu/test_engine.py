@@ -104,6 +104,28 @@ def test_a_text_is_the_same_where_a_prompt_is_computed_in_a_decode_graph(model, 
     assert found[0] == found[1]
 
 
+def test_a_text_is_the_same_where_requests_join_one_by_one(model, tokenizer):
+    """Decode steps and passes with prompts follow each other, in both directions, before tokens are collected."""
+    found, alone = [], []
+    for ahead in (False, True):
+        runner = ModelRunner(model, 64, max_batch=16, batch_invariant=True)
+        runner.max_ahead *= ahead
+        engine = Engine(runner, tokenizer, EngineConfig(max_batch=16, max_step_tokens=96))
+        engine.runs_ahead = ahead
+        requests = []
+        for i in range(6):
+            sampling = replace(SAMPLINGS[i % len(SAMPLINGS)], max_new_tokens=40, logprobs=None)
+            requests.append(engine.add(text(40 + i, seed=i), sampling))
+            for _ in range(5):
+                engine.step()
+        while engine.has_work:
+            engine.step()
+        found.append([request.tokens for request in requests])
+        alone.append(engine.stats().steps - engine.stats().steps_ahead)
+    assert found[0] == found[1]
+    assert alone[1] == 1  # the first one
+
+
 def logprobs_of(model, tokenizer, batch_invariant: bool, ahead: bool):
     """The log-probabilities of texts of which two of three ask for them, and the steps launched ahead."""
     runner = ModelRunner(model, 64, max_batch=16, batch_invariant=batch_invariant)
