@@ -121,6 +121,25 @@ def check_moved_run(
     ranks.from_first(lambda: shutil.rmtree(folder))
 
 
+def check_resumed_run(store: TokenStore, ranks: Ranks, schedule: str) -> None:
+    """A run that is resumed has the bits of one that goes on, on each rank."""
+    folder = Path(ranks.from_first(tempfile.mkdtemp, str))
+    model = replace(MODEL, num_hidden_layers=2 * ranks.size)  # one of each stage of a folded pipeline
+    changes = {"recipe": "deepseek_v3", "optim": AVERAGED, "model": model, "micro_batches": 8}
+    own, again = (of_ranks(store, ranks, schedule, **changes) for _ in range(2))
+    steps(own, 1)
+    checkpoints = DistributedCheckpoints(folder)
+    tensors, state = own.state()
+    checkpoints.save(1, own.strategy.layout.chunks(tensors), state)
+    straight = steps(own, 2)
+    checkpoint = ShardedCheckpoint(checkpoints.latest())
+    again.load(again.strategy.layout.own_rows(checkpoint), checkpoint.state)
+    check_same_run(again, steps(again, 2), own, straight)
+    checkpoints.close()
+    dist.barrier()
+    ranks.from_first(lambda: shutil.rmtree(folder))
+
+
 def check_differing_copies(store: TokenStore, ranks: Ranks) -> None:
     """A checkpoint is not written if the copies of a parameter differ, of which it would have one."""
     folder = Path(ranks.from_first(tempfile.mkdtemp, str))
@@ -360,9 +379,11 @@ def cases(world: int) -> dict[str, object]:
             "equal_run-zb1p-4": lambda s, r: check_equal_run(s, r, "zb1p"),
             "moved-chimera-2x2": lambda s, r: check_moved_run(s, r, "chimera", 2, 2),
             "late-1f1b-2x2": lambda s, r: check_late(s, r, "1f1b", 2),
+            **{f"resumed-{name}-4": partial(check_resumed_run, schedule=name) for name in SCHEDULES},
         }
     return {
         **{f"equal_run-{name}": partial(check_equal_run, schedule=name) for name in SCHEDULES},
+        **{f"resumed-{name}": partial(check_resumed_run, schedule=name) for name in SCHEDULES},
         "differing_copies": check_differing_copies,
         "moved-1f1b": lambda s, r: check_moved_run(s, r, "1f1b"),
         "muon-1f1b": lambda s, r: check_moved_run(s, r, "1f1b", optim=replace(AVERAGED, name="muon")),

@@ -21,6 +21,8 @@ FURTHER = {  # with what shows the same
     "equal_run-gpipe": "equal_run-1f1b, of the same stages, and GPipe's passes in tests/parallel/test_pipeline.py",
     "equal_run-chimera": "equal_run-dualpipe, of the same stages, and its passes in tests/parallel/test_pipeline.py",
     "equal_run-zb1p": "ramp, whose steps by ZB1P are those of one process, and equal_run-1f1b, of the same stages",
+    **{f"resumed-{name}": "resumed-dualpipev" for name in pipeline_cases.SCHEDULES if name != "dualpipev"},
+    **{f"resumed-{name}-4": "resumed-dualpipev" for name in pipeline_cases.SCHEDULES},
     "muon-1f1b": "moved-1f1b, whose optimizer has two moments of each weight, and Muon's state in test_ranks.py",
 }
 
