@@ -96,7 +96,7 @@ class ParallelConfig:
             stages on a rank) or chimera.
         exchange: how rows of tokens go to the experts of other ranks: all_to_all; symmetric_memory, kernels between
             GPUs of one host, and NVSHMEM between hosts, for which no host waits; or auto, these kernels between two
-            GPUs. Where torch has no NVSHMEM, and in a pipeline, it is all_to_all.
+            GPUs. Between hosts it is all_to_all where torch has no NVSHMEM, and in a pipeline.
         reduce: the format in which gradients are summed over the ranks: float32, or bfloat16, half the traffic.
         timeout: seconds after which a rank that waits for another one ends the run.
     """
