@@ -92,8 +92,8 @@ class PreparedBatches:
     """Batches that a thread prepares before they are asked for, one after the other.
 
     A step that does not follow the last one is prepared when it is asked for, and the thread continues from there. The
-    thread never waits, so that a process can end at any time. It prepares those after it when `prepare` is called, and
-    not before: while steps are launched it would take turns with the launches, as both need Python's lock.
+    thread never waits, so that a process can end at any time. It prepares further ones when `prepare` is called or none
+    is left, and not before: while steps are launched it would take turns with the launches, as both need Python's lock.
     """
 
     def __init__(self, batch: Callable[[int], Tensor], ahead: int):
@@ -119,7 +119,7 @@ class PreparedBatches:
             self._drop()
             self._next = step
         if not self._prepared:
-            self._submit(1)
+            self._submit(self._ahead)
         self._next += 1
         return self._prepared.popleft().result()
 

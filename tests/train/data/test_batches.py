@@ -175,14 +175,14 @@ def test_prepared_batches_are_those_of_their_steps(ahead, steps):
 def test_batches_are_prepared_when_that_is_asked_for(ahead):
     batches = Counted()
     prepared = PreparedBatches(batches.batch, ahead)
-    prepared.batch(0)
-    prepared.batch(1)
-    assert not prepared._prepared
+    for step in range(max(2, ahead)):
+        prepared.batch(step)
+    assert not prepared._prepared or not ahead
     for _ in range(2):
         prepared.prepare()
         for future in prepared._prepared:
             future.result()
-        assert batches.asked == [*range(2 + ahead)]
+        assert batches.asked == [*range(max(2, ahead) + ahead)]
     prepared.close()
 
 
