@@ -577,7 +577,8 @@ def cpu_serving() -> Rows:
 
 # goals, of docs/results.md, too: the last lines of the records' text
 
-GOAL = re.compile(r"^(.+?): ([^:]+): (?:floor (.+?) (met|missed))?(?:, )?(?:aim (.+?) (met|missed))?$", re.MULTILINE)
+VERDICT = r"(.+?) (met|missed)(?: \([^)]*\))?"
+GOAL = re.compile(rf"^(.+?): ([^:]+): (?:floor {VERDICT})?(?:, )?(?:aim {VERDICT})?$", re.MULTILINE)
 
 
 def _goals(name: str) -> list[tuple[str, ...]]:

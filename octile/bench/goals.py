@@ -280,9 +280,9 @@ def _gemm_line(v: Verdict) -> str:
 
 
 def _met(met: bool | None, missing: Sequence[str] = ()) -> str:
-    """The verdict on a bound that those peers meet, or miss, which were measured; others are missing."""
+    """The verdict on a bound: met: of the peers that were measured; missing: those that were not."""
     if met and missing:
-        return f"not judged: not measured with {', '.join(missing)}"
+        return f"MISSED (not measured: {', '.join(missing)})"
     return "met" if met else "MISSED"
 
 
