@@ -220,7 +220,7 @@ class Engine:
         """Run one forward pass, and return what it adds to each request that has new tokens or ends.
 
         If the runner can, the next pass is launched before this one's tokens are collected, so that a GPU does not wait
-        for the host: if all requests decode (`Runner.decode`), and before or after a pass with prompts if all requests
+        for the host. That is if all requests decode (`Runner.decode`), and before or after a pass with prompts if all
         sample plainly.
         """
         failed = self._take_compiled() if self._compiling else []

@@ -94,7 +94,7 @@ class NaiveAttention:
         w: AttentionWeights,
         step: Step,
         piece: PrefillPiece,
-        read: tuple[Tensor, Tensor] | None,
+        kv: tuple[Tensor, Tensor] | None,
     ) -> None:
         """Attend from the rows of a piece, and write the result to out.
 
@@ -102,18 +102,18 @@ class NaiveAttention:
             out_SHV, q_SHX: values and queries of the piece's rows.
             layer, w: which block it is, and its weights.
             step, piece: the rows of the step, and which of them these are.
-            read: `decompressed` of the piece's positions; None: it is computed.
+            kv: `decompressed` of the piece's positions; None: it is computed.
         """
         assert step.context is not None
         if piece.positions > step.max_positions:  # one chunk
             slots_L = step.context.narrow(0, piece.first_position, piece.positions)
             out_SHV.copy_(self._attend_in_parts(q_SHX, layer, w, slots_L, step.max_positions))
             return
-        if read is None:
+        if kv is None:
             slots_L = step.context.narrow(0, piece.first_position, piece.n_read)
             kv_LY, rope_LR = self.decompressed(layer, w, slots_L)
-            read = kv_LY[: piece.positions], rope_LR[: piece.positions]
-        k_LHX, v_LHV = self._assembled(*read)
+            kv = kv_LY[: piece.positions], rope_LR[: piece.positions]
+        k_LHX, v_LHV = self._assembled(*kv)
         starts = piece.row_starts, piece.position_starts, piece.max_rows, piece.max_positions
         ragged_attention(out_SHV, q_SHX, k_LHX, v_LHV, *starts, self.softmax_scale)
 
@@ -402,14 +402,14 @@ class Attention:
         layer: int,
         w: AttentionWeights,
         step: Step,
-        read: Sequence[tuple[Tensor, Tensor]] | None,
+        kv: Sequence[tuple[Tensor, Tensor]] | None,
         out_TV: Tensor,
     ) -> None:
         """Attend from the prefill chunks of a step, after its decode rows have, and write the result to out.
 
         Args:
             queries, layer, w, step: arguments of `attend`.
-            read: `NaiveAttention.decompressed` of the positions of each piece; None: it is computed where it is needed.
+            kv: `NaiveAttention.decompressed` of the positions of each piece; None: it is computed where it is needed.
             out_TV: memory for the result of all rows. Those after the last chunk, which only fill GEMMs, become 0.
         """
         end = step.prefills[-1].first_row + step.prefills[-1].rows if step.prefills else len(step.lengths)
@@ -421,7 +421,7 @@ class Attention:
             if self.is_piece_sparse(piece):
                 self._attend_to_top_k(out_SHV, piece_queries, layer, w, step, piece)
             else:
-                self.naive.attend(out_SHV, piece_queries.q, layer, w, step, piece, None if read is None else read[i])
+                self.naive.attend(out_SHV, piece_queries.q, layer, w, step, piece, None if kv is None else kv[i])
 
     def _attend_to_pages(
         self, q_THW: Tensor, index: IndexQueries | None, layer: int, w: AttentionWeights, step: Step, out_THV: Tensor

@@ -88,8 +88,9 @@ class AttentionGraphs:
         if self._forward.attention.is_piece_sparse(piece):
             return None
         size = next((size for size in sorted(self._of_positions) if size >= piece.positions), None)
-        if size is None or step.context is None:
+        if size is None:
             return None
+        assert step.context is not None
         self._slots[: piece.positions] = step.context.narrow(0, piece.first_position, piece.positions)
         self._slots[piece.positions : size] = 0
         return self._of_positions[size]

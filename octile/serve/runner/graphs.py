@@ -10,6 +10,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -176,8 +177,9 @@ class PrefillGraphs:
         graph L      the rest of the last layer
 
     Chunks that begin their texts attend to the keys and values that the graphs have computed; for others they are
-    computed anew, of all positions that they attend to, by one more graph a layer (`AttentionGraphs`). In
-    batch-invariant mode chunks attend to latents instead, and all of attention is launched kernel by kernel.
+    computed anew, of all positions that they attend to. One more graph a layer does so for a piece of at most POSITIONS
+    (`AttentionGraphs`). In batch-invariant mode chunks attend to latents instead, and attention is launched kernel by
+    kernel.
 
     Some 30 kernels of a layer take the host longer than a GPU needs for 2,048 rows. Rows are padded to a multiple of
     256, or of 1,024; what fills them is written nowhere. The graphs of all numbers of rows are captured at the start
@@ -214,6 +216,17 @@ class PrefillGraphs:
         self._attention = self._capture_attention(max_decode_rows)
 
     @property
+    def has_all(self) -> bool:
+        """Whether there was memory for the graphs of all numbers of rows."""
+        return all(self._graphs.values())
+
+    def without_attention(self) -> PrefillGraphs:
+        """Return these without the graphs of attention, as where a step has more rows than graphs have."""
+        other = copy(self)
+        other._attention = None
+        return other
+
+    @property
     def max_positions(self) -> int:
         """Up to so many positions of texts that a step continues have graphs for their keys and values."""
         return 0 if self._attention is None else self._attention.max_positions
@@ -244,17 +257,15 @@ class PrefillGraphs:
             buffers = self._buffers.first(rows, tp.n_own(rows))
             return _Graphs(self._forward.for_rows(rows), buffers, self._record, self._micro_batches)
         except RuntimeError as error:
-            if self._forward.feed_forward.is_expert_parallel:
-                raise RuntimeError(
-                    f"CUDA graphs of steps of {size} rows could not be captured on this rank, and all ranks need them: "
-                    f"{error}"
-                ) from error
-            what = f"steps of {size} rows are computed without CUDA graphs, which could not be captured: {error}"
-            warnings.warn(what, RuntimeWarning, stacklevel=2)
+            self._warn(f"steps of {size} rows", error)
             return None
 
     def _capture_attention(self, max_decode_rows: int) -> AttentionGraphs | None:
-        """Capture the graphs of attention; None: this mode has none, or, with a warning, they cannot be captured."""
+        """Capture the graphs of attention; None: this mode has none, or, with a warning, they cannot be captured.
+
+        Raises:
+            RuntimeError: as `_capture`.
+        """
         forward, buffers = self._forward, self._buffers
         if buffers is None or forward.gemms.batch_invariant or not any(self._graphs.values()):
             return None
@@ -266,9 +277,20 @@ class PrefillGraphs:
         try:
             return AttentionGraphs(forward, attended, self._record, rows, graph_rows(len(buffers.kv_LY)))
         except RuntimeError as error:
-            what = f"attention of steps with prompts has no CUDA graphs, which could not be captured: {error}"
-            warnings.warn(what, RuntimeWarning, stacklevel=2)
+            self._warn("attention's decode rows and cached positions of steps with prompts", error)
             return None
+
+    def _warn(self, what: str, error: RuntimeError) -> None:
+        """Say what is computed without CUDA graphs.
+
+        Raises:
+            RuntimeError: rows are exchanged, and steps of other ranks, which may have theirs, would differ.
+        """
+        if self._forward.feed_forward.is_expert_parallel:
+            why = f"CUDA graphs of {what} could not be captured on this rank, and all ranks need them: {error}"
+            raise RuntimeError(why) from error
+        what = f"{what} are computed without CUDA graphs, which could not be captured: {error}"
+        warnings.warn(what, RuntimeWarning, stacklevel=3)
 
     def _record(self, compute: Callable[[], None]) -> Callable[[], None]:
         """Capture a graph, and return what replays it."""
@@ -299,7 +321,7 @@ class _Buffers(NamedTuple):
         weights, c, heads = forward.weights, forward.weights.config, forward.weights.n_heads
         x_TD = weights.head.new_zeros(forward.tp.n_own(rows), c.hidden_size)
         q = x_TD.new_zeros(rows * max(forward.attention.query_width(block.attention) for block in weights.blocks))
-        n_positions = max(rows, padded_rows(min(POSITIONS, len(forward.cos))))
+        n_positions = padded_rows(max(rows, min(POSITIONS, len(forward.cos))))
         n_positions = 0 if forward.gemms.batch_invariant else n_positions
         kv_LY = x_TD.new_zeros(n_positions, heads * (c.qk_nope_head_dim + c.v_head_dim))
         rope_LR = x_TD.new_zeros(n_positions, c.qk_rope_head_dim)
@@ -328,7 +350,7 @@ class _Buffers(NamedTuple):
         n_heads, width = attention.n_heads, attention.config.qk_head_dim
         return self.projected(attention, w, n)[:, : n_heads * width].unflatten(-1, (n_heads, width))
 
-    def keys(self, first: int, n: int) -> tuple[Tensor, Tensor]:
+    def kv(self, first: int, n: int) -> tuple[Tensor, Tensor]:
         """Return what the keys and values of n rows or positions consist of."""
         return self.kv_LY.narrow(0, first, n), self.rope_LR.narrow(0, first, n)
 
@@ -361,11 +383,11 @@ class _Graphs:
         buffers.slots[n:] = -1
         torch.clamp(buffers.slots, min=0, out=buffers.read_slots)
         attend = None if attention is None else attention.for_decode_rows(step)
-        decompress = read = None
+        decompress = kv = None
         if all(piece.rows == piece.positions for piece in step.prefills):
-            read = [buffers.keys(piece.first_row, piece.rows) for piece in step.prefills]
+            kv = [buffers.kv(piece.first_row, piece.rows) for piece in step.prefills]
         elif attention is not None and (decompress := attention.for_positions(step)) is not None:
-            read = [buffers.keys(0, piece.positions) for piece in step.prefills]
+            kv = [buffers.kv(0, piece.positions) for piece in step.prefills]
         self._replays[0]()
         for layer, block in enumerate(forward.weights.blocks):
             queries, out_TV, w = self._queries[layer].rows(0, n), buffers.o_TV[:n], block.attention
@@ -375,7 +397,7 @@ class _Graphs:
                 forward.attention.attend_from_decode_rows(queries, layer, w, step, out_TV)
             if decompress is not None:
                 decompress[layer]()
-            forward.attention.attend_from_prompts(queries, layer, w, step, read, out_TV)
+            forward.attention.attend_from_prompts(queries, layer, w, step, kv, out_TV)
             self._replays[layer + 1]()
         return forward.last_norm(buffers.x_TD, n)
 
@@ -390,7 +412,7 @@ class _Graphs:
             out_TW = buffers.projected(forward.attention, w, rows)
             self._queries[i] = self._stored(forward.attention.queries(x_TD, i, blocks[i], slots, cos_sin, out_TW))
             if not forward.gemms.batch_invariant:  # where chunks attend to latents alone
-                kv_TY, rope_TR = buffers.keys(0, rows)
+                kv_TY, rope_TR = buffers.kv(0, rows)
                 rope_TR.copy_(forward.attention.naive.decompressed(i, w, buffers.read_slots, kv_TY)[1])
 
     def _after_attention(self, layer: int) -> None:

@@ -199,8 +199,8 @@ class ModelRunner:
         """Capture the graphs of all steps, so that no step of a running server waits for it."""
         max_pages = -(-self.max_position // PAGE)
         if max_step_tokens:
-            max_decode_rows = self._max_batch * (1 + self.n_drafts)
-            self.prefill_graphs = PrefillGraphs(self.forward, memory, max_step_tokens, max_decode_rows=max_decode_rows)
+            rows = self._max_decode_rows
+            self.prefill_graphs = PrefillGraphs(self.forward, memory, max_step_tokens, max_decode_rows=rows)
         if self._max_rows:
             self.graphs = DecodeGraphs(self.forward, memory, self._max_rows, max_pages)
             if self.n_drafts:
@@ -222,16 +222,25 @@ class ModelRunner:
         short_prompt = min(self._max_step_tokens, MAX_DECODE_TOKENS)  # whose rows attend as those that decode
         rows = max(self._max_batch * (1 + self.n_drafts), short_prompt)
         index_topk = None if self.index is None else self.forward.weights.config.index_topk
-        in_graphs = 0 if self.prefill_graphs is None else self.prefill_graphs.max_positions
+        graphs = self.prefill_graphs
+        in_graphs = 0 if graphs is None else graphs.max_positions
         kinds = self._max_step_tokens, rows, self.max_position, self.vocab_size, index_topk, in_graphs
         for batch in warm_up_batches(*kinds):
-            layout = self._layout(batch)
-            if self.graphs is None or not self._has_graph(layout):
-                self._compute_unwritten(layout)
+            self._warm_up_for(batch)
+        if graphs is not None and (self._max_step_tokens > MAX_ROWS or not graphs.has_all):
+            self.prefill_graphs = graphs.without_attention()  # as in steps of as many rows as no graph has
+            for batch in warm_up_batches(*kinds):
+                self._warm_up_for(batch)
+            self.prefill_graphs = graphs
         if self.expert_parallel is not None and self.max_ahead:
             self.loop = self.loop or self._new_loop()
             for size, n_drafts in product(self.loop.sizes, range(self.n_drafts + 1)):
                 self.loop.run((), n_drafts, size, self.timeout).wait()
+
+    def _warm_up_for(self, batch: Batch) -> None:
+        layout = self._layout(batch)
+        if self.graphs is None or not self._has_graph(layout):
+            self._compute_unwritten(layout)
 
     def _compute_unwritten(self, layout: Layout) -> None:
         """Compute a step and the drafts after it, as of a request that samples, and write nothing to the cache."""
@@ -260,7 +269,9 @@ class ModelRunner:
         if max_step_tokens:
             self.use_peers(weights.peer_dispatcher(self.tp.n_own(padded_rows(min(max_step_tokens, MAX_ROWS)))))
             if not self.batch_invariant:
-                self.prefill_graphs = PrefillGraphs(self._with_peers, memory, max_step_tokens, micro_batches, rows)
+                self.prefill_graphs = PrefillGraphs(
+                    self._with_peers, memory, max_step_tokens, micro_batches, self._max_decode_rows
+                )
         exchange = weights.decoding_exchange(self.tp.n_own(rows)) if rows else None
         if exchange is not None:
             self._decoding, self.max_ahead = self._decoding.with_feed_forward(exchange=exchange), self._max_batch
@@ -270,6 +281,11 @@ class ModelRunner:
     def use_peers(self, dispatcher: PeerDispatcher) -> None:
         """Exchange the rows of steps that are not launched ahead by kernels, if they fit."""
         self._with_peers = self.forward.with_feed_forward(dispatcher=dispatcher)
+
+    @property
+    def _max_decode_rows(self) -> int:
+        """The most rows of a step that attend as decode rows: also those of a short prompt, or of the rest of one."""
+        return self._max_batch * (1 + self.n_drafts) + MAX_DECODE_TOKENS
 
     def _new_loop(self, memory: GraphMemory | None = None) -> DecodeLoop:
         max_pages = -(-self.max_position // PAGE)

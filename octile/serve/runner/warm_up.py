@@ -63,9 +63,10 @@ def warm_up_batches(
     decoding = graph_sizes(max_decode_rows) if max_decode_rows else []
     for start in (0, n):
         yield from (prompts(start, rows) for rows in sizes)
+    longest = min(max_position, index_topk or max_position)  # which attends to all positions before each
     for beyond in range(FILL_ROWS, GEMM_ROWS + 1, FILL_ROWS):
         total = positions_in_graphs + beyond
-        texts = -(-total // max_position)
+        texts = -(-total // longest)
         size = min(n, max_step_tokens // texts)
         if size <= MAX_DECODE_TOKENS:
             break

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octile.serve.runner import graphs as graphs_module
 from octile.serve.runner.attention_graphs import AttentionGraphs, decode_sizes
-from octile.serve.runner.graphs import PrefillGraphs
+from octile.serve.runner.graphs import PrefillGraphs, graph_rows
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.runner.step import Step
 from tests.serve.models import CONFIG, Texts, new_model, text
@@ -91,6 +91,13 @@ def test_stale_pages_of_longer_texts_are_not_attended_to(monkeypatch: pytest.Mon
     torch.testing.assert_close(found, logits(sizes, False, monkeypatch), rtol=1e-3, atol=1e-3)
 
 
+def test_there_is_room_for_the_positions_of_each_graph_whatever_number_of_rows_ranks_share():
+    forward = ModelRunner(new_model(False), 64).forward
+    for rows in (256, 513, 4096, 8193):  # 513 and 8,193 are multiples of three
+        n = len(graphs_module._Buffers.make(forward, rows).kv_LY)
+        assert n == max(graph_rows(n)) >= rows
+
+
 def test_in_batch_invariant_mode_attention_has_no_graphs():
     runner = ModelRunner(new_model(False), 64, batch_invariant=True)
     assert PrefillGraphs(runner.forward, None, 256, max_decode_rows=4).max_positions == 0
@@ -102,7 +109,10 @@ def test_a_capture_that_fails_is_a_warning(monkeypatch: pytest.MonkeyPatch):
 
     runner = ModelRunner(new_model(False), 64)
     monkeypatch.setattr(graphs_module, "AttentionGraphs", fail)
-    with pytest.warns(RuntimeWarning, match="attention of steps with prompts has no CUDA graphs, .*: out of memory"):
+    with pytest.warns(
+        RuntimeWarning,
+        match="cached positions of steps with prompts are computed without CUDA graphs, .*: out of memory",
+    ):
         runner.prefill_graphs = PrefillGraphs(runner.forward, None, 512, max_decode_rows=4)
     monkeypatch.undo()
     texts = Texts(runner, [text(500, seed=i) for i in range(3)])

@@ -24,7 +24,7 @@ from octile.serve.model.attention import GEMM_ROWS
 from octile.serve.ranks.engine import ExpertParallelEngine
 from octile.serve.ranks.experts import ExpertParallelWeights
 from octile.serve.ranks.tensor_parallel import ALONE, TensorParallel
-from octile.serve.runner import graphs, model_runner
+from octile.serve.runner import attention_graphs, graphs, model_runner
 from octile.serve.runner.graphs import FILL_ROWS, PrefillGraphs
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.runner.step import Layout, mixed_step
@@ -37,7 +37,9 @@ from tests.serve.ranks.test_tensor_parallel import CHOOSING, MODEL, N_PAGES, TWO
 from tests.serve.weights.test_routed_shared_experts import OF_ONE
 from tests.worlds import Outcomes, each_work
 
-OF_PASSES = attention, top_k_keys, decoding, experts, feed_forward, forward, gemms, graphs, symmetric_memory
+OF_PASSES = (
+    attention, attention_graphs, top_k_keys, decoding, experts, feed_forward, forward, gemms, graphs, symmetric_memory,
+)  # fmt: skip
 PASSES = {module.__file__ for module in OF_PASSES}
 TWO_LAYERS = replace(MODEL, num_hidden_layers=2)  # whose mixture stands for all: its steps are what is compared
 STEP_TOKENS = 40  # of a step at most: a prompt of 30 or more begins in one step and continues in another
@@ -65,13 +67,16 @@ def test_prompts_are_computed_next_to_as_many_rows_as_decode_at_once():
 
 
 @pytest.mark.parametrize("in_graphs", [0, 512])
-@pytest.mark.parametrize("max_position", [1000, 2047, 4096])
-def test_chunks_read_all_numbers_of_positions_that_gemms_outside_of_graphs_have(max_position: int, in_graphs: int):
-    batches = warm_up_batches(300, 6, max_position, 50, None, in_graphs)
+@pytest.mark.parametrize(("max_position", "index_topk"), [(1000, None), (2047, None), (4096, None), (4096, 600)])
+def test_chunks_read_all_numbers_of_positions_that_gemms_outside_of_graphs_have(
+    max_position: int, index_topk: int | None, in_graphs: int
+):
+    batches = warm_up_batches(300, 6, max_position, 50, index_topk, in_graphs)
     layouts = (Layout.of(batch.chunks, False, False) for batch in batches)
-    steps = [mixed_step(layout, 1, torch.device("cpu"), None, False, FILL_ROWS) for layout in layouts]
+    steps = [mixed_step(layout, 1, torch.device("cpu"), index_topk, False, FILL_ROWS) for layout in layouts]
     numbers = range(in_graphs + FILL_ROWS, in_graphs + GEMM_ROWS + 1, FILL_ROWS)
-    assert {*numbers} <= {p.n_read for step in steps for p in step.prefills}
+    found = {p.n_read for step in steps for p in step.prefills if p.max_positions <= (index_topk or max_position)}
+    assert {*numbers} <= found  # of those that attend to top-k positions nothing is read so
 
 
 def test_chunks_read_no_more_positions_than_a_step_has_texts():
@@ -97,6 +102,26 @@ def test_rows_of_a_short_prompt_are_computed_where_no_request_decodes(monkeypatc
     monkeypatch.setattr(ModelRunner, "_compute_unwritten", lambda _, layout: computed.append(layout))
     ModelRunner(new_model(False), N_PAGES, max_batch=0, max_step_tokens=STEP_TOKENS).warm_up()
     assert {layout.n_decode for layout in computed if not layout.prefill} == {1, 2, 4, 8}
+
+
+@pytest.mark.parametrize("max_rows", [32, 64])
+def test_decode_rows_attend_outside_of_graphs_too_where_a_step_may_have_more_rows_than_graphs(
+    monkeypatch: pytest.MonkeyPatch, max_rows: int
+):
+    found = list[tuple[bool, int]]()
+    monkeypatch.setattr(model_runner, "MAX_ROWS", max_rows)
+    runner = ModelRunner(new_model(False), N_PAGES, max_batch=4, max_step_tokens=STEP_TOKENS)
+    runner.prefill_graphs = PrefillGraphs(runner.forward, None, STEP_TOKENS, max_decode_rows=12)
+    monkeypatch.setattr(
+        ModelRunner,
+        "_compute_unwritten",
+        lambda runner, layout: found.append((runner.prefill_graphs._attention is not None, layout.n_decode)),
+    )
+    runner.warm_up()
+    assert {rows for in_graphs, rows in found if in_graphs} >= {0, 1, 2, 4}
+    outside = {rows for in_graphs, rows in found if not in_graphs}
+    assert outside >= {0, 1, 2, 4} if max_rows < STEP_TOKENS else not outside
+    assert runner.prefill_graphs._attention is not None
 
 
 def test_the_host_waits_with_its_timeout_before_it_chooses_tokens(monkeypatch: pytest.MonkeyPatch):
@@ -245,7 +270,7 @@ def steps_as_on_gpus(rank: int, folder: Path) -> None:
         engine = make()
         runner, experts = engine._runner, engine._weights
         runner.use_peers(experts.peer_dispatcher(48))
-        runner.prefill_graphs = PrefillGraphs(runner._with_peers, None, 48)
+        runner.prefill_graphs = PrefillGraphs(runner._with_peers, None, 48, max_decode_rows=12)
         runner._decoding = runner.forward.with_feed_forward(exchange=experts.decoding_exchange(2 * EXCHANGED_ROWS))
         runner.max_ahead = 2
         patch.setattr(ModelRunner, "_fills", property(lambda self: self is runner))
