@@ -337,7 +337,7 @@ class Engine:
     def _outputs_of_pass(self, launched: _Pass) -> list[Output]:
         """Collect a pass, after the launch of the next one, or of a decode step, if that can be."""
         self._in_flight = launched  # it can still be collected if the launch fails
-        after = None if launched.chosen is None else self._launch_after(launched, launched.chosen.on_device)
+        after = self._launch_after(launched)
         self._in_flight = None
         outputs = self._collect(launched)
         if isinstance(after, _Pass) and after.chosen is None:  # another request has joined that needs more than a token
@@ -347,11 +347,13 @@ class Engine:
         self.draft()
         return outputs
 
-    def _launch_after(self, launched: _Pass, chosen: Tensor | None) -> _Pass | _InFlight | None:
+    def _launch_after(self, launched: _Pass) -> _Pass | _InFlight | None:
         """Launch what can follow a pass whose tokens are not collected; None: nothing can, or the host must wait."""
+        if launched.chosen is None:
+            return None
         if self._has_plain_pass():
             scheduled = self._scheduler.schedule()
-            return self._launch_pass(scheduled, chosen) if scheduled else None
+            return self._launch_pass(scheduled, launched.chosen.on_device) if scheduled else None
         return self._launch(launched, 0) if self._can_launch(launched) else None
 
     def _precedes_pass(self, launched: _InFlight) -> bool:
