@@ -35,6 +35,7 @@ class FakeRunner:
         self.max_ahead, self.n_drafts, self.runs_ahead = max_ahead, n_drafts, max_ahead > 0
         self.decode_steps = self.scored_steps = self.continued_passes = self.version = 0
         self.prefixes: list[list[int]] = []  # of the rows of the last pass
+        self.last = torch.zeros(max_ahead, dtype=torch.int64)  # token of each request of the last decode step
         self.before: list[tuple[int, list[int]]] = []  # the last decode step: positions and tokens of its requests
         self.drafts_well = lambda tokens: random.Random(hash(tuple(tokens))).random() < 0.7
 
@@ -87,7 +88,7 @@ class FakeRunner:
         self.decode_steps += 1
         assert 0 <= n_drafts <= self.n_drafts
         assert not (log_probs and self.n_drafts)
-        assert chosen is None or not self.n_drafts
+        assert chosen is None or (not self.n_drafts and len(chosen) <= self.max_ahead)
         self.scored_steps += log_probs
         self.continued_passes += chosen is not None
         if chosen is not None:
@@ -126,7 +127,8 @@ class FakeRunner:
             rows.append([*chosen, *[0] * some, accepted, *drafts, *[0] * (n_drafts - len(drafts))])
         self.before = after
         log_probs_of_rows = torch.tensor(scores) if log_probs else None
-        last = torch.tensor([tokens[0] for _, tokens in after])
+        last = self.last[: len(after)]  # as on a GPU, the next step writes it
+        last.copy_(torch.tensor([tokens[0] for _, tokens in after]))
         return DecodedTokens(torch.tensor(rows), None, n_drafts, log_probs=log_probs_of_rows, on_device=last)
 
     def draft(self, batch, hidden):

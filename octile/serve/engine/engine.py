@@ -70,7 +70,7 @@ class _InFlight(NamedTuple):
 class _Pass(NamedTuple):
     """A forward pass of chunks that is launched: its tokens are chosen already, or when it is collected.
 
-    A decode step is one, too, once a pass is to follow it.
+    A decode step becomes one when a pass is launched after it.
 
     Attributes:
         scheduled: its requests, and how many tokens of each it computes,
@@ -108,7 +108,8 @@ class Engine:
         weights_version: how often `update_weights` has updated the weights.
         compiles_in_background: whether other requests run while the grammar of a request is compiled. Engines that must
             schedule the same requests in each step compile at once.
-        runs_ahead: whether a pass with prompts is launched before the tokens of the one before are collected.
+        runs_ahead: whether a pass with prompts is launched before the tokens of the step before are collected, and a
+            decode step before those of the pass before it.
 
     Raises:
         ValueError: config asks for drafts, and the model has no multi-token prediction layer.
@@ -325,7 +326,7 @@ class Engine:
         if launched is None:
             return []
         if isinstance(launched, _InFlight) and self._precedes_pass(launched):
-            launched = _as_pass(launched)
+            launched = _make_pass(launched)
         if isinstance(launched, _Pass):
             return self._outputs_of_pass(launched)
         self._in_flight = self._launch(launched, self.n_drafts) if self._can_launch(launched) else None
@@ -354,7 +355,10 @@ class Engine:
         if self._has_plain_pass():
             scheduled = self._scheduler.schedule()
             return self._launch_pass(scheduled, launched.chosen.on_device) if scheduled else None
-        return self._launch(launched, 0) if self._can_launch(launched) else None
+        # decode steps would leave out a request whose token the pass does not choose: one of its prompt may be left
+        has_all = all(request.tokens[-1] < 0 for request in self._scheduler.running.values())
+        is_small = len(launched.choosing) <= self._runner.max_ahead
+        return self._launch(launched, 0) if has_all and is_small and self._can_launch(launched) else None
 
     def _precedes_pass(self, launched: _InFlight) -> bool:
         """Whether a pass with prompts can follow a decode step whose tokens are not collected."""
@@ -770,12 +774,12 @@ def _needs_only_tokens(request: Request) -> bool:
 
 
 def _n_known(request: Request) -> int:
-    """The tokens of a request, but for one that is launched and not collected."""
+    """How many tokens of a request are known: all but one at most, which a step in flight chooses."""
     return len(request.tokens) - (request.tokens[-1] < 0)
 
 
-def _as_pass(launched: _InFlight) -> _Pass:
-    """Return a decode step as a pass: its requests have a number for the token that it chooses, until that is known."""
+def _make_pass(launched: _InFlight) -> _Pass:
+    """Make a pass of a decode step in flight: its requests get a number for the token that it chooses."""
     choosing: list[tuple[Request, int]] = []
     for i, request in enumerate(launched.requests):
         end = len(request.tokens)

@@ -255,9 +255,9 @@ class Runner(Protocol):
             n_drafts: drafts that the step makes for each request, and of which it verifies as many at most.
             log_probs: whether the log-probabilities of the chosen tokens are computed, too; only if the runner's
                 n_drafts is 0.
-            chosen: tokens that a pass has chosen, int64 on the runner's device, whether or not they are computed: a
-                source is the number of one of them, and its first row was the one before it. Only if the runner's
-                n_drafts is 0. None: a source is a request of the decode step before.
+            chosen: at most max_ahead tokens that a pass has chosen, int64 on the runner's device, whether or not they
+                are computed: a source is the number of one of them, and its first row was the one before it. Only if
+                the runner's n_drafts is 0. None: a source is a request of the decode step before.
         """
         ...
 

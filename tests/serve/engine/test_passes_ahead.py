@@ -111,6 +111,31 @@ def test_decode_steps_and_passes_are_launched_before_the_host_waits_for_each_oth
         assert request.tokens.tolist() == [*request.prompt, *runner.text_of([*request.prompt], request.sampling)]
 
 
+def test_a_prompt_of_which_a_pass_leaves_one_token_is_not_left_out_of_the_decode_steps_after_it(engine_of):
+    engine = engine_of()
+    engine.add([1, 2], Sampling(40, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    late = engine.add([3] * 16, Sampling(3, ignore_eos=True))  # 15 fit into the pass beside the row that decodes
+    for _ in range(7):
+        engine.step()
+    assert late.finish_reason is not None
+    run(engine)
+    assert late.tokens.tolist() == [3] * 16 + engine._runner.text_of([3] * 16, Sampling(3))
+
+
+def test_a_pass_with_more_requests_than_a_decode_step_may_have_is_collected_before_it(engine_of):
+    engine = engine_of(max_batch=8, runner=FakeRunner(n_pages=40, scale=2.0, max_ahead=2))
+    requests = [engine.add([i, 2], Sampling(20, ignore_eos=True)) for i in range(4)]
+    last = engine.add([5] * 60, Sampling(2))
+    while last.tokens[-1] >= 0:
+        engine.step()
+    for request in requests[1:]:  # two requests are left of five whose tokens the pass in flight chooses
+        engine.cancel(request.id)
+    run(engine)
+    assert requests[0].tokens.tolist() == [0, 2, *engine._runner.text_of([0, 2], Sampling(20))]
+
+
 def passes_after_decode_steps(runner, monkeypatch):
     """Count, in a list, the passes whose tokens a decode step has chosen that nobody had collected."""
     found, run, decode = [], runner.run, runner.decode
