@@ -225,22 +225,18 @@ class ModelRunner:
         graphs = self.prefill_graphs
         in_graphs = 0 if graphs is None else graphs.max_positions
         kinds = self._max_step_tokens, rows, self.max_position, self.vocab_size, index_topk, in_graphs
-        for batch in warm_up_batches(*kinds):
-            self._warm_up_for(batch)
+        ways = [graphs]
         if graphs is not None and (self._max_step_tokens > MAX_ROWS or not graphs.has_all):
-            self.prefill_graphs = graphs.without_attention()  # as in steps of as many rows as no graph has
+            ways = [graphs.without_attention(), graphs]  # first as in steps of as many rows as no graph has
+        for self.prefill_graphs in ways:
             for batch in warm_up_batches(*kinds):
-                self._warm_up_for(batch)
-            self.prefill_graphs = graphs
+                layout = self._layout(batch)
+                if self.graphs is None or not self._has_graph(layout):
+                    self._compute_unwritten(layout)
         if self.expert_parallel is not None and self.max_ahead:
             self.loop = self.loop or self._new_loop()
             for size, n_drafts in product(self.loop.sizes, range(self.n_drafts + 1)):
                 self.loop.run((), n_drafts, size, self.timeout).wait()
-
-    def _warm_up_for(self, batch: Batch) -> None:
-        layout = self._layout(batch)
-        if self.graphs is None or not self._has_graph(layout):
-            self._compute_unwritten(layout)
 
     def _compute_unwritten(self, layout: Layout) -> None:
         """Compute a step and the drafts after it, as of a request that samples, and write nothing to the cache."""
@@ -265,13 +261,13 @@ class ModelRunner:
             what = f"steps are computed without CUDA graphs, and the host waits in each layer: {why_not}"
             warnings.warn(what, RuntimeWarning, stacklevel=3)
             return
-        rows = self._max_batch * (1 + self.n_drafts)
         if max_step_tokens:
             self.use_peers(weights.peer_dispatcher(self.tp.n_own(padded_rows(min(max_step_tokens, MAX_ROWS)))))
             if not self.batch_invariant:
                 self.prefill_graphs = PrefillGraphs(
                     self._with_peers, memory, max_step_tokens, micro_batches, self._max_decode_rows
                 )
+        rows = self._max_batch * (1 + self.n_drafts)
         exchange = weights.decoding_exchange(self.tp.n_own(rows)) if rows else None
         if exchange is not None:
             self._decoding, self.max_ahead = self._decoding.with_feed_forward(exchange=exchange), self._max_batch
