@@ -1,10 +1,10 @@
-"""The plan's times and memory of pipelines that ran on two H100s, compared with the record."""
+"""The plan's times and memory of pipelines that ran on two H100s and on two H200s, compared with the records."""
 
 import re
 from collections import defaultdict
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -29,6 +29,7 @@ TITLES = {
     "alone": "one GPU", "both": "both stages on one GPU", "1f1b": "1F1B", "zb1p": "ZB1P", "dualpipev": "DualPipeV",
 }  # fmt: skip
 SCHEDULES = {"alone": "1f1b", "both": "dualpipev"}
+RECORDS = {"h100": "by_time_{}.txt", "h200": "h200_{}.txt"}
 MICRO_BATCHES = 16
 
 
@@ -45,13 +46,16 @@ class Phase(NamedTuple):
 @cache
 def phases() -> dict[str, Phase]:
     lines = defaultdict[str, list[dict[str, str]]](list)
-    for name in ("small", "medium"):
-        for match in LINE.finditer((RECORD / f"by_time_{name}.txt").read_text()):
-            lines[f"{name} {match['phase']}"].append(match.groupdict())
-    return {name: read_phase(sorted(ranks, key=lambda line: line["rank"])) for name, ranks in lines.items()}
+    for (gpu, record), name in product(RECORDS.items(), ("small", "medium")):
+        for match in LINE.finditer((RECORD / record.format(name)).read_text()):
+            lines[f"{gpu} {name} {match['phase']}"].append(match.groupdict())
+    return {
+        name: read_phase(name.partition(" ")[0], sorted(ranks, key=lambda line: line["rank"]))
+        for name, ranks in lines.items()
+    }
 
 
-def read_phase(ranks: list[dict[str, str]]) -> Phase:
+def read_phase(gpu: str, ranks: list[dict[str, str]]) -> Phase:
     config, phase = preset(ranks[0]["preset"]), ranks[0]["phase"]
     pp = 1 if phase in SCHEDULES else 2
     layout = Layout(
@@ -64,7 +68,7 @@ def read_phase(ranks: list[dict[str, str]]) -> Phase:
         masters="replicated",
         is_balanced=True,
     )
-    cluster = replace(read_cluster("h100_8"), gpus=pp)
+    cluster = replace(read_cluster(f"{gpu}_8"), gpus=pp)
     given = ranks[0]["layers"]
     layers = None if given is None else [*accumulate(map(int, given.split(",")), initial=0)]
     plan = plan_step(config.model, layout, cluster, layers and [range(begin, end) for begin, end in pairwise(layers)])
@@ -82,8 +86,10 @@ def read_phase(ranks: list[dict[str, str]]) -> Phase:
 
 
 PHASES = (
-    "small alone", "small both", "small 1f1b", "small zb1p", "small dualpipev",
-    "medium alone", "medium both", "medium 1f1b", "medium dualpipev",
+    "h100 small alone", "h100 small both", "h100 small 1f1b", "h100 small zb1p", "h100 small dualpipev",
+    "h100 medium alone", "h100 medium both", "h100 medium 1f1b", "h100 medium dualpipev",
+    "h200 small alone", "h200 small 1f1b", "h200 small zb1p", "h200 small dualpipev",
+    "h200 medium alone", "h200 medium 1f1b", "h200 medium zb1p", "h200 medium dualpipev",
 )  # fmt: skip
 
 
