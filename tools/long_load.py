@@ -1,6 +1,7 @@
 """Clients of a server for minutes, what they see, and the memory that the server takes: tools/measure_long_load.py."""
 
 import asyncio
+import re
 import sys
 import tempfile
 import time
@@ -28,6 +29,7 @@ LONG = 2000  # letters of a long prompt
 VOCABULARY = 8192
 OK = 200
 HEAD = ["answers", "tokens", "longest pause, ms", "own delay, ms", "processes, GiB", "GPU, GiB"]
+MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ ")  # how the first line of a mapping begins in /proc/PID/smaps
 
 
 @dataclass
@@ -38,13 +40,15 @@ class Minute:
     tokens: int = 0
     pause: float = 0.0
     own_delay: float = 0.0
-    resident: float = 0.0  # GiB
+    resident: dict[int, Counter[str]] = field(default_factory=dict)  # bytes by process and what is mapped
     gpu: float = 0.0  # GiB
 
     def cells(self) -> list[str]:
-        """The values as `HEAD` names them."""
+        """The values as `HEAD` names them; the memory of all processes is a sum, the largest first."""
         pauses = f"{1e3 * self.pause:.0f}", f"{1e3 * self.own_delay:.0f}"
-        return [f"{self.answers:,}", f"{self.tokens:,}", *pauses, f"{self.resident:.3f}", f"{self.gpu:.3f}"]
+        sizes = sorted((mapped.total() / 2**30 for mapped in self.resident.values()), reverse=True)
+        resident = f"{sum(sizes):.3f} = {' + '.join(f'{size:.3f}' for size in sizes)}"
+        return [f"{self.answers:,}", f"{self.tokens:,}", *pauses, resident, f"{self.gpu:.3f}"]
 
 
 @dataclass
@@ -130,7 +134,7 @@ class Load:
 
     def _look(self, folder: Path) -> None:
         minute = self.minutes[-1]
-        minute.resident = resident_bytes(str(folder)) / 2**30
+        minute.resident = resident_bytes(str(folder))
         if torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()
             minute.gpu = (total - free) / 2**30
@@ -138,9 +142,13 @@ class Load:
         print(f"minute {len(self.minutes)}: {values}", file=sys.stderr, flush=True)
 
 
-def resident_bytes(argument: str) -> int:
-    """The resident memory of the processes with this argument, and of those that they have started."""
-    parents, resident, found = dict[int, int](), dict[int, int](), set[int]()
+def resident_bytes(argument: str) -> dict[int, Counter[str]]:
+    """The resident memory of the processes with this argument, and of those that they have started.
+
+    Returns:
+        bytes by process and by what is mapped: a file, `[heap]`, or `anonymous`.
+    """
+    parents, found = dict[int, int](), set[int]()
     for path in Path("/proc").glob("[0-9]*"):
         try:
             status = dict(line.split(":", 1) for line in (path / "status").read_text().splitlines())
@@ -148,12 +156,37 @@ def resident_bytes(argument: str) -> int:
         except OSError:  # it has ended
             continue
         parents[int(path.name)] = int(status["PPid"])
-        resident[int(path.name)] = 1024 * int(status.get("VmRSS", "0 kB").split()[0])
         if argument in arguments and "serve" in arguments:
             found.add(int(path.name))
     while grown := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= grown
-    return sum(resident[pid] for pid in found)
+    return {pid: mapped_bytes(pid) for pid in sorted(found)}
+
+
+def mapped_bytes(pid: int) -> Counter[str]:
+    """The resident bytes of a process by what is mapped; nothing if it has ended."""
+    resident, name = Counter[str](), ""
+    try:
+        lines = Path(f"/proc/{pid}/smaps").read_text().splitlines()
+    except OSError:
+        return resident
+    for line in lines:
+        if MAPPING.match(line):
+            fields = line.split(maxsplit=5)
+            name = fields[5] if len(fields) > 5 else "anonymous"
+        elif line.startswith("Rss:"):
+            resident[name] += 1024 * int(line.split()[1])
+    return resident
+
+
+def growth(first: Minute, last: Minute) -> list[tuple[int, int, str]]:
+    """What has grown by a megabyte or more: (bytes, process, what is mapped), the most first."""
+    grown = [
+        (size - first.resident.get(pid, Counter())[name], pid, name)
+        for pid, mapped in last.resident.items()
+        for name, size in mapped.items()
+    ]
+    return sorted((row for row in grown if row[0] >= 2**20), reverse=True)
 
 
 def write_model(folder: Path, config: ModelConfig, device: str) -> None:

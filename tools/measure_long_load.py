@@ -8,8 +8,9 @@ The model has random FP8 weights, of V2-Lite's shape or of the preset `tiny`. Th
 clients that leave; one in eight has a prompt of 2,000 letters. So many clients are there at a time (--clients), each
 with one request.
 
-A row a minute has the requests that have ended, their tokens, the longest pause, the memory of the server's processes,
-and that of the GPU with this process's. Requests that end after the last full minute are in a row of their own. A pause
+A row a minute has the requests that have ended, their tokens, the longest pause, the resident memory of the server's
+processes, and that of the GPU with this process's. What has grown since the first minute follows, by process and
+mapping. Requests that end after the last full minute are in a row of their own. A pause
 is a time in which no stream gets an event, although one has begun and not ended. This process is part of it: its own
 longest delay stands beside it. The first 20 seconds count for wrong answers only, which are listed at the end.
 """
@@ -35,11 +36,13 @@ def main() -> None:
     require("httpx", extra="test")
 
     from octile.bench.rows import align_columns
-    from tools.long_load import HEAD, measure
+    from tools.long_load import HEAD, growth, measure
 
     load = measure(asked.model, asked.clients, asked.seconds)
     rows = [["minute", *HEAD], *([str(i), *minute.cells()] for i, minute in enumerate(load.minutes, 1))]
     print(align_columns(rows, right=set(rows[0])))
+    for n_bytes, pid, name in growth(load.minutes[0], load.minutes[-1]):
+        print(f"grown since the first minute: {n_bytes / 2**20:.0f} MiB of process {pid}, {name}")
     print("wrong:", json.dumps(load.wrong) if load.wrong else "none")
 
 
