@@ -127,7 +127,7 @@ class Load:
             now = time.perf_counter()
             self.minutes[-1].own_delay = max(self.minutes[-1].own_delay, now - before - TICK)
             if now - begin >= MINUTE * len(self.minutes):
-                self._look(folder)
+                await asyncio.to_thread(self._look, folder)  # which would be a pause here
                 self.minutes.append(Minute())
                 now = time.perf_counter()
             before = now

@@ -9,10 +9,10 @@ clients that leave; one in eight has a prompt of 2,000 letters. So many clients 
 with one request.
 
 A row a minute has the requests that have ended, their tokens, the longest pause, the resident memory of the server's
-processes, and that of the GPU with this process's. What has grown since the first minute follows, by process and
-mapping. Requests that end after the last full minute are in a row of their own. A pause
-is a time in which no stream gets an event, although one has begun and not ended. This process is part of it: its own
-longest delay stands beside it. The first 20 seconds count for wrong answers only, which are listed at the end.
+processes, and that of the GPU with this process's. Requests that end after the last full minute are in a row of their
+own. A pause is a time in which no stream gets an event, although one has begun and not ended. This process is part of
+it: its own longest delay stands beside it. What has grown since the first minute follows, by process and mapping. The
+first 20 seconds count for wrong answers only, which are listed at the end.
 """
 
 import argparse
