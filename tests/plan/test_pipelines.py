@@ -48,14 +48,11 @@ def phases() -> dict[str, Phase]:
     lines = defaultdict[str, list[dict[str, str]]](list)
     for (gpu, record), name in product(RECORDS.items(), ("small", "medium")):
         for match in LINE.finditer((RECORD / record.format(name)).read_text()):
-            lines[f"{gpu} {name} {match['phase']}"].append(match.groupdict())
-    return {
-        name: read_phase(name.partition(" ")[0], sorted(ranks, key=lambda line: line["rank"]))
-        for name, ranks in lines.items()
-    }
+            lines[f"{gpu} {name} {match['phase']}"].append({"gpu": gpu, **match.groupdict()})
+    return {name: read_phase(sorted(ranks, key=lambda line: line["rank"])) for name, ranks in lines.items()}
 
 
-def read_phase(gpu: str, ranks: list[dict[str, str]]) -> Phase:
+def read_phase(ranks: list[dict[str, str]]) -> Phase:
     config, phase = preset(ranks[0]["preset"]), ranks[0]["phase"]
     pp = 1 if phase in SCHEDULES else 2
     layout = Layout(
@@ -68,7 +65,7 @@ def read_phase(gpu: str, ranks: list[dict[str, str]]) -> Phase:
         masters="replicated",
         is_balanced=True,
     )
-    cluster = replace(read_cluster(f"{gpu}_8"), gpus=pp)
+    cluster = replace(read_cluster(f"{ranks[0]['gpu']}_8"), gpus=pp)
     given = ranks[0]["layers"]
     layers = None if given is None else [*accumulate(map(int, given.split(",")), initial=0)]
     plan = plan_step(config.model, layout, cluster, layers and [range(begin, end) for begin, end in pairwise(layers)])
