@@ -95,7 +95,7 @@ def test_graphs_have_the_bits_of_steps_of_their_size(name: str, batch_invariant:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("sizes", [(100, 96, 60), (100, 1, 90), (300, 200, 12)], ids=str)
+@pytest.mark.parametrize("sizes", [(100, 96, 60), (100, 1, 90), (300, 200, 12), (3, 8, 5)], ids=str)
 def test_graphs_of_prompts_have_the_logits_of_steps_without_one(name: str, sizes: tuple[int, ...]):
     model, results = make(name).cuda(), []
     for has_graphs in (False, True, True):
@@ -188,7 +188,7 @@ def test_no_kernel_is_compiled_after_the_start(fp8: bool, max_batch: int, monkey
     loaded, compiled = [*specialize._loaded], []
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **of: compiled.append(of["repr"]))
     texts = Texts(runner, [text(1100, i, config.vocab_size) for i in range(3)])
-    few = (100, 30, 0), (1, 1, 150), (3, 0, 0), (1, 1, 1), (0, 2, 3), (2, 4, 1), (30, 1, 0)
+    few = (100, 30, 0), (1, 1, 150), (3, 0, 0), (1, 1, 1), (0, 2, 3), (2, 4, 1), (6, 8, 5), (30, 1, 0)
     for sizes in (*few, (300, 0, 0), (300, 0, 0), (300, 0, 0)):
         texts.draft(*sizes)
     assert not compiled, compiled

@@ -486,11 +486,7 @@ class ModelRunner:
 
     def _hidden(self, step: Step) -> Tensor:
         graphs = self.prefill_graphs
-        if self.expert_parallel is not None:
-            has_graph = self._has_peers
-        else:
-            has_graph = bool(step.prefills) or self.graphs is None or self.batch_invariant
-        if graphs is None or not has_graph:
+        if graphs is None or (self.expert_parallel is not None and not self._has_peers):
             return self._sized_forward().hidden(step)
         return graphs.hidden(step, self.max_rank_rows)
 

@@ -2,7 +2,7 @@
 
     prompts      of all numbers of rows that graphs have, next to a row that decodes: they begin, or continue
     rows         that decode alone, or next to a prompt, of powers of two: attention and the choice of tokens have other
-                 kernels for more rows, and outside of graphs
+                 kernels for more rows, and outside of graphs; and those of many short prompts, which attend like them
     positions    that chunks in the middle of their texts read, of all numbers that their GEMM has outside of graphs: as
                  kernels do not overlap there, it has others than in them
     long texts   of both, with more positions than `index_topk`
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from itertools import cycle, islice
+from itertools import count, cycle, islice, takewhile
 
 from octile.ops.latent_cache import PAGE
 from octile.serve.engine.request import Sampling
@@ -22,7 +22,7 @@ from octile.serve.engine.sampler import Row
 from octile.serve.model.attention import GEMM_ROWS
 from octile.serve.runner.batch import Batch, Chunk
 from octile.serve.runner.graphs import FILL_ROWS, MAX_ROWS, graph_rows, graph_sizes
-from octile.serve.runner.step import MAX_DECODE_TOKENS
+from octile.serve.runner.step import MAX_DECODE_TOKENS, padded_size
 
 SAMPLED = Row(Sampling(temperature=1.0, top_p=0.9, top_k=50), 0, 0)  # which takes the most kernels
 
@@ -75,6 +75,10 @@ def warm_up_batches(
     yield from (Batch([chunk(n, 1, 1)] * rows) for rows in decoding)
     together = [rows for rows in decoding if 1 < rows <= max_step_tokens - n]
     yield from (Batch([*[chunk(n, 1, 1)] * rows, chunk(0, n, 1)]) for rows in together)
+    short = min(MAX_DECODE_TOKENS, n)
+    most = min(len(decoding) and short * max_decode_rows, max_step_tokens)
+    several = takewhile(lambda rows: rows <= most, (padded_size(max_decode_rows) << i for i in count(1)))
+    yield from (Batch([chunk(n, short, 1)] * (rows // short)) for rows in several)
     if index_topk is not None and index_topk + n <= max_position:
         yield from (prompts(index_topk, min(1 + n, max_step_tokens)) for _ in sizes[:1])
         yield from (Batch([chunk(index_topk, 1, 1)] * rows) for rows in decoding)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from octile.kernels.cuda.jit.launch import overlaps
 from octile.nn.interleave import run_interleaved
+from octile.serve.model.forward import Forward
 from octile.serve.runner.graphs import GraphMemory, PrefillGraphs, graph_rows, padded_rows
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.runner.step import Step
@@ -196,6 +197,20 @@ def test_steps_that_only_decode_have_graphs_of_prompts_if_decoding_has_none():
     found, _ = logits(*steps, graphs=Counting)
     assert decoded == [0, 9]
     torch.testing.assert_close(found, logits(*steps, graphs=None)[0], rtol=1e-3, atol=1e-3)
+
+
+def test_steps_of_more_decode_rows_than_decoding_has_graphs_for_have_those_of_prompts():
+    runner = ModelRunner(new_model(False), 64)
+    runner.prefill_graphs = WarmedUp(runner.forward, None, 768)
+    runner.graphs, runner._max_rows = SimpleNamespace(run=None), 8  # which nine rows would not call
+    texts = Texts(runner, [text(500, seed=i) for i in range(3)])
+    texts.run(90, 30, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Forward, "hidden", lambda *_: pytest.fail("computed without a graph"))
+        texts.run(1, 5, 3)
+    torch.testing.assert_close(
+        torch.cat(texts.logits), logits((90, 30, 0), (1, 5, 3), graphs=None)[0], rtol=1e-3, atol=1e-3
+    )
 
 
 def failing(tried: list[Callable[[], None]]) -> type[PrefillGraphs]:

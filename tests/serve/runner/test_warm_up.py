@@ -66,6 +66,17 @@ def test_prompts_are_computed_next_to_as_many_rows_as_decode_at_once():
     assert {2, 4, 8, 16, 32, 64, 100} <= {len(chunks) - 1 for chunks in mixed}
 
 
+def test_rows_of_many_short_prompts_are_computed_up_to_all_that_a_step_may_have():
+    def rows(max_step_tokens: int) -> set[int]:
+        layouts = [Layout.of(b.chunks, False, False) for b in warm_up_batches(max_step_tokens, 64, 512, 50, None, 0)]
+        return {layout.n_decode for layout in layouts if not layout.prefill}
+
+    alone = {1, 2, 4, 8, 16, 32, 64}
+    assert rows(8192) == alone | {128, 256, 512}  # 64 prompts of 8 tokens
+    assert rows(300) == alone | {128, 256}
+    assert rows(64) == alone
+
+
 @pytest.mark.parametrize("in_graphs", [0, 512])
 @pytest.mark.parametrize(("max_position", "index_topk"), [(1000, None), (2047, None), (4096, None), (4096, 600)])
 def test_chunks_read_all_numbers_of_positions_that_gemms_outside_of_graphs_have(
@@ -97,11 +108,11 @@ def test_long_texts_have_more_positions_than_top_k():
     assert not any(chunk.start == 130 for batch in warm_up_batches(40, 2, 140, 50, 130, 0) for chunk in batch.chunks)
 
 
-def test_rows_of_a_short_prompt_are_computed_where_no_request_decodes(monkeypatch: pytest.MonkeyPatch):
+def test_rows_of_short_prompts_are_computed_where_no_request_decodes(monkeypatch: pytest.MonkeyPatch):
     computed: list[Layout] = []
     monkeypatch.setattr(ModelRunner, "_compute_unwritten", lambda _, layout: computed.append(layout))
     ModelRunner(new_model(False), N_PAGES, max_batch=0, max_step_tokens=STEP_TOKENS).warm_up()
-    assert {layout.n_decode for layout in computed if not layout.prefill} == {1, 2, 4, 8}
+    assert {layout.n_decode for layout in computed if not layout.prefill} == {1, 2, 4, 8, 16, 32}
 
 
 @pytest.mark.parametrize("max_rows", [32, 64])
