@@ -304,7 +304,7 @@ class _TimeLimit:
         except TimeoutError:
             if not limit.expired():
                 raise
-            scope["state"]["abort"]()
+            scope["state"]["connection"].abort()
 
 
 async def _api_error(_: Request, error: ApiError) -> Response:

@@ -387,7 +387,7 @@ class Service:
             if not body.stream:
                 whole = await while_connected(request.receive, self._whole(body, named, deadline))
                 return PacedResponse.of_json(whole, held.pop_all())
-            events = self._events(body, named, deadline, request.state.write)
+            events = self._events(body, named, deadline, request.state.connection.write)
             events = await held.enter_async_context(aclosing(events))
             first = await while_connected(request.receive, _next(events))
             return PacedResponse.of_events(_chain(first, events), held.pop_all())

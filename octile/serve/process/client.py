@@ -146,6 +146,7 @@ class Stream:
     def close(self) -> None:
         """Cancel the choices that have not finished; their pages are free before the engine's next step."""
         self._engine.forget(self)
+        self.choices.clear()  # they refer to this stream, and a garbage collection would have to free both
 
 
 class EngineClient:

@@ -1,16 +1,19 @@
 """A connection: each of its states ends in time whatever its client sends; what HTTP forbids is refused."""
 
+import gc
 import http.client
 import json
 import socket
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from weakref import ref
 
 import httpx
 import pytest
 
 from octile.serve.http.config import HEAD_BYTES, Limits
 from octile.serve.http.connection import Connection
+from octile.serve.process.client import EngineClient
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.http.conftest import Served, connect, request_bytes, wait_until
 
@@ -265,12 +268,43 @@ def test_a_client_that_ends_its_side_after_the_request_is_answered(serve, stream
 
 
 def test_events_are_written_as_they_come_without_waking_their_request(serve, monkeypatch):
-    write, were_written = Connection._write, list[bool]()
-    monkeypatch.setattr(Connection, "_write", lambda *args: were_written.append(write(*args)) or were_written[-1])
+    write, were_written = Connection.write, list[bool]()
+    monkeypatch.setattr(Connection, "write", lambda *args: were_written.append(write(*args)) or were_written[-1])
     response = httpx.post(f"{serve(step_seconds=0.01).url}/v1/completions", json={**COMPLETION, "stream": True})
     assert any(were_written)
     events = response.text.split("\n\n")
     assert "".join(json.loads(event[6:])["choices"][0]["text"] for event in events[:-2]) == "<|begin|>a" * 10
+
+
+@pytest.mark.parametrize("kind", ["whole", "stream", "refused", "its client leaves"])
+def test_what_a_connection_holds_is_freed_when_it_ends(serve, monkeypatch, kind):
+    """Without the garbage collector, which would end all that a busy server does for 0.1 s."""
+    made, streams, begin, submit = [], [], Connection.connection_made, EngineClient.submit
+    monkeypatch.setattr(
+        Connection, "connection_made", lambda self, transport: made.append(ref(self)) or begin(self, transport)
+    )
+
+    def submitted(*args):
+        stream = submit(*args)
+        streams.append(ref(stream))
+        return stream
+
+    monkeypatch.setattr(EngineClient, "submit", submitted)
+    served = serve(step_seconds=0.005)
+    gc.disable()
+    try:
+        if kind == "its client leaves":
+            client = connect(served)
+            client.sendall(request_bytes({**COMPLETION, "max_tokens": 4000, "stream": True}))
+            assert client.recv(1)
+            client.close()
+        else:
+            body = {**COMPLETION, "stream": kind == "stream"} if kind != "refused" else {"model": "another"}
+            httpx.post(f"{served.url}/v1/completions", json=body, headers={"connection": "close"})
+        wait_until(lambda: not any(held() for held in (*made, *streams)))
+    finally:
+        gc.enable()
+    assert (len(made), len(streams)) == (1, 0 if kind == "refused" else 1)
 
 
 def test_a_client_that_ends_its_side_after_several_requests_is_answered_all(serve):
