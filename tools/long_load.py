@@ -28,7 +28,7 @@ FIRST = 20.0  # seconds of load that do not count
 LONG = 2000  # letters of a long prompt
 VOCABULARY = 8192
 OK = 200
-HEAD = ["answers", "tokens", "longest pause, ms", "own delay, ms", "processes, GiB", "GPU, GiB"]
+HEAD = ["answers", "tokens", "wrong", "longest pause, ms", "own delay, ms", "processes, GiB", "GPU, GiB"]
 MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ ")  # how the first line of a mapping begins in /proc/PID/smaps
 
 
@@ -38,6 +38,7 @@ class Minute:
 
     answers: int = 0
     tokens: int = 0
+    wrong: int = 0
     pause: float = 0.0
     own_delay: float = 0.0
     resident: dict[int, Counter[str]] = field(default_factory=dict)  # bytes by process and what is mapped
@@ -48,7 +49,7 @@ class Minute:
         pauses = f"{1e3 * self.pause:.0f}", f"{1e3 * self.own_delay:.0f}"
         sizes = sorted((mapped.total() / 2**30 for mapped in self.resident.values()), reverse=True)
         resident = f"{sum(sizes):.3f} = {' + '.join(f'{size:.3f}' for size in sizes)}"
-        return [f"{self.answers:,}", f"{self.tokens:,}", *pauses, resident, f"{self.gpu:.3f}"]
+        return [f"{self.answers:,}", f"{self.tokens:,}", f"{self.wrong:,}", *pauses, resident, f"{self.gpu:.3f}"]
 
 
 @dataclass
@@ -85,28 +86,25 @@ class Load:
                 return
             answer = await self._answer(client, request)
         except (httpx.HTTPError, OSError, AssertionError) as error:
-            self.wrong[f"{request.kind}: {type(error).__name__}: {error}"[:200]] += 1
-            return
+            return self._count_wrong(f"{request.kind}: {type(error).__name__}: {error}"[:200])
         if answer is not None:
             self.minutes[-1].answers += 1
             self.minutes[-1].tokens += answer["usage"][1]
             for choice in answer["choices"]:
                 ended = choice["finish_reason"] != "length"
                 if request.kind in FOLLOWING and ended and not follows(request.kind, choice):
-                    self.wrong[f"{request.kind} does not follow its grammar"] += 1
+                    self._count_wrong(f"{request.kind} does not follow its grammar")
 
     async def _answer(self, client: httpx.AsyncClient, request: Asked) -> dict[str, Any] | None:
         if not request.body.get("stream"):
             response = await client.post(request.path, json=request.body)
             if response.status_code == OK:
                 return read_whole(response.json())
-            self.wrong[f"status {response.status_code}"] += 1
-            return None
+            return self._count_wrong(f"{request.kind}: status {response.status_code}")
         parts, begun = [], False
         async with client.stream("POST", request.path, json=request.body) as response:
             if response.status_code != OK:
-                self.wrong[f"status {response.status_code}"] += 1
-                return None
+                return self._count_wrong(f"{request.kind}: status {response.status_code}")
             try:
                 async for part in response.aiter_text():
                     now = time.perf_counter()
@@ -119,6 +117,10 @@ class Load:
             finally:
                 self.streaming -= begun
         return read_stream("".join(parts))
+
+    def _count_wrong(self, what: str) -> None:
+        self.minutes[-1].wrong += 1
+        self.wrong[what] += 1
 
     async def _watch(self, folder: Path) -> None:
         begin = before = time.perf_counter()

@@ -8,11 +8,11 @@ The model has random FP8 weights, of V2-Lite's shape or of the preset `tiny`. Th
 clients that leave; one in eight has a prompt of 2,000 letters. So many clients are there at a time (--clients), each
 with one request.
 
-A row a minute has the requests that have ended, their tokens, the longest pause, the resident memory of the server's
-processes, and that of the GPU with this process's. Requests that end after the last full minute are in a row of their
-own. A pause is a time in which no stream gets an event, although one has begun and not ended. This process is part of
-it: its own longest delay stands beside it. What has grown since the first minute follows, by process and mapping. The
-first 20 seconds count for wrong answers only, which are listed at the end.
+A row a minute has the requests that have ended, their tokens, the requests with a wrong answer or none, the longest
+pause, the resident memory of the server's processes, and that of the GPU with this process's. Requests that end after
+the last full minute are in a row of their own. A pause is a time in which no stream gets an event, although one has
+begun and not ended. This process is part of it: its own longest delay stands beside it. What has grown since the first
+minute follows, by process and mapping. The first 20 seconds count for wrong answers only, which are listed at the end.
 """
 
 import argparse
