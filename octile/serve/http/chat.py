@@ -36,6 +36,7 @@ PLAIN = """\
 {% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"""
 PLAIN_STOP = ("\n\nUser:",)
 NO_VARIABLES = "chat_template", "tokenize"  # arguments of transformers' function, which renders a template
+DIGITS = 8  # of the number of a special token that a text spells
 ANSWER_MARKS = "marks of answers"  # the variable with what is written around an answer; no template can read its name
 
 
@@ -255,13 +256,19 @@ class _Hiding:
 
     def split(self, text: str) -> list[str]:
         """Split a rendered text: the even parts are as rendered, the odd ones are what was replaced."""
-        parts = re.split(f"{self.mark}([0-9]{{8}})", text)
-        parts[1::2] = [self._found[int(part)] for part in parts[1::2]]
+        first, *others = text.split(self.mark)  # a regular expression of each mark would have to be compiled
+        parts = [first]
+        for other in others:
+            number = other[:DIGITS]
+            if len(number) == DIGITS and number.isascii() and number.isdecimal():
+                parts += [self._found[int(number)], other[DIGITS:]]
+            else:
+                parts[-1] += self.mark + other
         return parts
 
     def _replace(self, match: re.Match[str]) -> str:
         self._found.append(match[0])
-        return f"{self.mark}{len(self._found) - 1:08d}"
+        return f"{self.mark}{len(self._found) - 1:0{DIGITS}d}"
 
 
 class _AnswerTag(Extension):
