@@ -714,6 +714,8 @@ class Engine:
         for i, token in enumerate(chosen):
             if token < 0:
                 reason, error = FinishReason.ERROR, why or _describe_logits(token, request)
+                if not _forbids_all(token, request):  # latents of NaN would be shared with who asks again
+                    self._scheduler.unshare(request)
                 break
             if (is_end := token in self._end_tokens and not sampling.ignore_eos) or token in sampling.stop_token_ids:
                 reason, stopped_by = FinishReason.STOP, None if is_end else token
@@ -795,9 +797,14 @@ def _beyond(n_drafts: int) -> int:
     return max(n_drafts, 2 * n_drafts - 1)
 
 
+def _forbids_all(no_token: int, request: Request) -> bool:
+    """Whether the request itself has left no token that may come next, rather than the model."""
+    return no_token == ALL_MASKED and request.sampling.changes_logits
+
+
 def _describe_logits(no_token: int, request: Request) -> str:
     """Say why the logits after a request's tokens choose none."""
-    if no_token == ALL_MASKED and request.sampling.changes_logits:
+    if _forbids_all(no_token, request):
         return (
             "no token may come next: the grammar, bad_words or min_tokens forbid all, for the token at position "
             f"{len(request.tokens)} of the text ({request.n_generated} generated before)"

@@ -156,6 +156,10 @@ class Scheduler:
             for i in range(before // self.page_size, n_computed // self.page_size):
                 self.pages.cache(request.pages[i], self._key(request, i))
 
+    def unshare(self, request: Request) -> None:
+        """Share no page of a request any more: its latents may be wrong."""
+        self.pages.forget_keys_of(request.pages)
+
     def extend(self, request: Request, n_tokens: int) -> bool:
         """Allocate free pages for a running request's first n_tokens positions; return whether it has them."""
         missing = self.n_missing(request, n_tokens)

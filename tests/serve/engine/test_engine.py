@@ -447,6 +447,26 @@ def test_logits_that_are_not_finite_end_only_their_request(engine_of, wrong, wha
     assert engine.stats().failed == 1
 
 
+@pytest.mark.parametrize("max_ahead", [0, 4])
+@pytest.mark.parametrize(
+    ("wrong", "bad_words", "shared"),
+    [("nan", (), 0), ("inf", (), 0), ("-inf", (), 0), ("-inf", ((7,),), 8)],
+    ids=["NaN", "positive infinity", "all masked", "all masked by the request"],
+)
+def test_pages_of_logits_that_are_not_finite_are_not_shared(engine_of, wrong, bad_words, shared, max_ahead):
+    """A fault of a moment would otherwise fail each later request that has the prefix."""
+    runner = FakeRunner(max_ahead=max_ahead)
+    right = runner.logits_after
+    runner.logits_after = lambda tokens: torch.full((runner.vocab_size,), float(wrong))
+    engine, prompt = engine_of(runner, max_step_tokens=8), [9] + 9 * [1]  # whose second pass chooses a token
+    engine.add(prompt, Sampling(2, bad_words=bad_words))
+    assert run(engine)[0][2].finish_reason == FinishReason.ERROR
+    runner.logits_after = right
+    engine.add(prompt, Sampling(2, ignore_eos=True))
+    assert run(engine)[1][2].finish_reason == FinishReason.LENGTH
+    assert engine.stats().shared_tokens == shared
+
+
 @pytest.mark.filterwarnings("ignore:a draft cannot be chosen")
 @pytest.mark.parametrize("n_drafts", [0, 2])
 @pytest.mark.parametrize("raising", ["choose", "log_probabilities"])
