@@ -140,7 +140,7 @@ def _run(
         else:
             torch.set_num_threads(options.threads)
         worker = make(*Folder.open(options.run).load(options.device, options.engine, options.cache, phase))
-    except (ValueError, OSError, MemoryError, torch.OutOfMemoryError) as error:
+    except (ValueError, OSError, ImportError, MemoryError, torch.OutOfMemoryError) as error:
         connection.send(Failed(error))
         return
     freeze_loaded()

@@ -167,6 +167,10 @@ class Engine:
         self.submit(request)
         return request
 
+    def prepare_grammars(self) -> None:
+        """Have the first request with a grammar not stop all others; see `GrammarCompiler.prepare`."""
+        self._grammars.prepare()
+
     def submit(self, request: Request) -> None:
         """Add a request that a `RequestFactory` has made of this model, here or in another process.
 

@@ -141,6 +141,7 @@ class Service:
         self._parsers = parsers
         self._defaults, self._factory = defaults or {}, RequestFactory(vocab_size, context)
         compiler = GrammarCompiler(tokenizer, vocab_size, [tokenizer.end])  # to refuse what it cannot compile
+        compiler.prepare()
         self._grammars = Grammars(compiler, parsers.reasoning is not None)
         self.in_flight, self.is_draining = 0, False
 

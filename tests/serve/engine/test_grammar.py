@@ -2,6 +2,8 @@
 
 import json
 import re
+import tomllib
+from pathlib import Path
 from threading import Event
 
 import numpy as np
@@ -9,7 +11,10 @@ import pytest
 
 pytest.importorskip("llguidance", reason="octile[serve] is not installed")
 
+import llguidance
+
 from octile.serve.engine import engine as engine_module
+from octile.serve.engine import grammar as grammar_module
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
 from octile.serve.engine.grammar import GrammarCompiler, GrammarError, choice, context_free, json_schema, regex
@@ -47,6 +52,47 @@ def texts(tokenizer, samplings, n_drafts=0, **limits):
         engine.add([1, 2, i], sampling)
     found = run(engine)
     return [(found[i][1], found[i][2].finish_reason) for i in range(len(samplings))]
+
+
+def test_a_prepared_compiler_does_not_read_the_vocabulary_again(tokenizer, compiler, monkeypatch):
+    compiler.prepare()
+    monkeypatch.setattr(llguidance, "LLTokenizer", lambda *_: pytest.fail("read again"))
+    assert compiler.compile(regex("a")).masks()
+    assert compiler.special_token("<|end|>") == tokenizer.end
+
+
+def test_nothing_is_prepared_where_llguidance_is_missing(compiler, monkeypatch):
+    monkeypatch.setattr(grammar_module, "find_spec", lambda _: None)
+    monkeypatch.setattr(llguidance, "LLTokenizer", lambda *_: pytest.fail("read"))
+    compiler.prepare()
+
+
+@pytest.mark.parametrize("found", ["0.9.9", "1.6.1", "1.6rc1"])
+def test_an_old_llguidance_is_refused(compiler, monkeypatch, found):
+    monkeypatch.setattr(grammar_module, "_version", lambda _: found)
+    what = f'llguidance must be at least 1.7, not {found}: pip install -U "octile[serve]"'
+    for use in (
+        compiler.prepare,
+        lambda: compiler.compile("a"),
+        lambda: compiler.special_token("a"),
+        lambda: regex("a"),
+    ):
+        with pytest.raises(ImportError) as error:
+            use()
+        assert str(error.value) == what
+
+
+@pytest.mark.parametrize("found", ["1.7", "1.10.0", "2.0rc1"])
+def test_a_later_llguidance_is_used(compiler, monkeypatch, found):
+    monkeypatch.setattr(grammar_module, "_version", lambda _: found)
+    assert compiler.compile(regex("a")).masks()
+
+
+def test_the_oldest_llguidance_is_that_of_the_extra():
+    extras = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert f"llguidance>={'.'.join(map(str, grammar_module.OLDEST))}" in extras["serve"]
 
 
 @pytest.mark.parametrize(
