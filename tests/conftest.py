@@ -14,6 +14,7 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from itertools import combinations
+from zlib import crc32
 
 import pytest
 import torch
@@ -44,8 +45,32 @@ settings.load_profile("octile")
 COVERED = {"each_value": 1, "each_pair": 2}  # how many parameters' values are tested in all combinations
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of CI, which has not the time for all exhaustive tests."""
+    what = "test share K (from 0) of N shares of the files, chosen by their names"
+    parser.addoption("--share", type=_share, metavar="K/N", help=what)
+
+
+def _share(text: str) -> tuple[int, int]:
+    share, shares = map(int, text.split("/"))
+    if not 0 <= share < shares:
+        raise ValueError  # argparse says which option
+    return share, shares
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the files of other shares, and mark tests that are exhaustive by `COVERED`."""
+    if (of := config.getoption("share")) is not None:
+        share, shares = of
+        names = {item: item.path.relative_to(config.rootpath).as_posix() for item in items}
+        kept = [item for item in items if crc32(names[item].encode()) % shares == share]
+        config.hook.pytest_deselected(items=[*{*items} - {*kept}])
+        items[:] = kept
+    _mark_exhaustive(items)
+
+
+def _mark_exhaustive(items: list[pytest.Item]) -> None:
     """Mark tests of further combinations of parameters exhaustive, where a test is marked with a key of `COVERED`."""
     tests: dict[tuple[str, int], list[pytest.Function]] = defaultdict(list)
     for item in items:
