@@ -109,12 +109,13 @@ class PageAllocator:
         self._page_of.clear()
         self._keys = [None] * self.n_pages
 
-    def forget_keys_of(self, pages: Sequence[int]) -> None:
-        """Let pages, which the caller holds, be shared with no further request."""
-        for page in pages:
-            key, self._keys[page] = self._keys[page], None
-            if key is not None:
-                del self._page_of[key]
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Let the pages with these keys, where there are some, be shared with no further request."""
+        for page in [self._page_of.pop(key) for key in keys if key in self._page_of]:
+            self._keys[page] = None
+            if self._holders[page] == 0:
+                del self._cached[page]
+                self._empty.append(page)
 
     def free(self, pages: Sequence[int]) -> None:
         """Remove a holder from each page of a request, in the order of their positions.

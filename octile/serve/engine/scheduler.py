@@ -157,8 +157,8 @@ class Scheduler:
                 self.pages.cache(request.pages[i], self._key(request, i))
 
     def unshare(self, request: Request) -> None:
-        """Share no page of a request any more: its latents may be wrong."""
-        self.pages.forget_keys_of(request.pages)
+        """Share no full page of a request any more, also if it was preempted: its latents may be wrong."""
+        self.pages.forget(request.page_keys)
 
     def extend(self, request: Request, n_tokens: int) -> bool:
         """Allocate free pages for a running request's first n_tokens positions; return whether it has them."""

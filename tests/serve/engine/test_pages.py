@@ -59,15 +59,15 @@ class Holders(RuleBasedStateMachine):
         _, held, _ = self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1)))
         self.pages.free(held)
 
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def forget_keys_of_a_request(self, data):
-        _, held, _ = data.draw(st.sampled_from(self.requests))
-        self.pages.forget_keys_of(held)
-        for page in held:
+    @rule(tokens=PROMPTS)
+    def forget(self, tokens):
+        forgotten = self.pages.find(keys_of(tokens))
+        self.pages.forget(keys_of(tokens))
+        assert not self.pages.find(keys_of(tokens))
+        for page in forgotten:
             self.content.pop(page, None)
         for request in self.requests:
-            if set(request[1]) & set(held):
+            if set(request[1]) & set(forgotten):
                 request[2] = len(request[0])
 
     @rule()
