@@ -64,10 +64,10 @@ class Connection(H11Protocol):
         self._has_ended = False  # the client sends no more
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # noqa: D102
-        self._system = transport
+        self._system, self._is_tls = transport, transport.get_extra_info("sslcontext") is not None
         super().connection_made(cast("asyncio.Transport", _Transport(transport, proxy(self))))
         # TLS holds what the system does not take, and waits at once if it may hold nothing
-        transport.set_write_buffer_limits(1 if self._is_tls() else 0, 0)
+        transport.set_write_buffer_limits(1 if self._is_tls else 0, 0)
         self.app_state: dict[str, Any] = {**self.app_state, "connection": proxy(self)}
         self._time_head()
 
@@ -82,11 +82,11 @@ class Connection(H11Protocol):
         self._has_ended = True
         if self.is_closing:  # the client has read the answer
             self._system.close()
-        elif self._is_answering() and not self._is_tls():  # which asyncio ends on both sides
+        elif self._is_answering() and not self._is_tls:  # which asyncio ends on both sides
             self._probe()
         else:
             self.close()
-        return not self._is_tls()
+        return not self._is_tls
 
     def on_response_complete(self) -> None:
         """Go on with the next request, unless the client has sent its last one."""
@@ -118,6 +118,7 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: D102
         self.is_closing = True
         self._stop_timer()
+        self._unset_keepalive_if_required()  # its handle would hold this connection, which holds it
         super().connection_lost(exc)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -152,9 +153,6 @@ class Connection(H11Protocol):
             is_chunked = self.scope["http_version"] != "1.0"
             self._system.write(b"%x\r\n%b\r\n" % (len(body), body) if is_chunked else body)
         return True
-
-    def _is_tls(self) -> bool:
-        return self._system.get_extra_info("sslcontext") is not None
 
     def _is_answering(self) -> bool:
         """Whether a request is complete and its answer is not."""

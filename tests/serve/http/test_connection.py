@@ -4,6 +4,7 @@ import gc
 import http.client
 import json
 import socket
+import struct
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from weakref import ref
@@ -276,7 +277,7 @@ def test_events_are_written_as_they_come_without_waking_their_request(serve, mon
     assert "".join(json.loads(event[6:])["choices"][0]["text"] for event in events[:-2]) == "<|begin|>a" * 10
 
 
-@pytest.mark.parametrize("kind", ["whole", "stream", "refused", "its client leaves"])
+@pytest.mark.parametrize("kind", ["whole", "stream", "refused", "its client leaves", "its client resets it, idle"])
 def test_what_a_connection_holds_is_freed_when_it_ends(serve, monkeypatch, kind):
     """Without the garbage collector, which would end all that a busy server does for 0.1 s."""
     made, streams, begin, submit = [], [], Connection.connection_made, EngineClient.submit
@@ -297,6 +298,12 @@ def test_what_a_connection_holds_is_freed_when_it_ends(serve, monkeypatch, kind)
             client = connect(served)
             client.sendall(request_bytes({**COMPLETION, "max_tokens": 4000, "stream": True}))
             assert client.recv(1)
+            client.close()
+        elif kind == "its client resets it, idle":
+            client = connect(served)
+            client.sendall(request_bytes(COMPLETION))
+            wait_until(lambda: client.recv(2**16) and served.is_idle())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             client.close()
         else:
             body = {**COMPLETION, "stream": kind == "stream"} if kind != "refused" else {"model": "another"}

@@ -48,6 +48,16 @@ def test_a_request_is_answered(serve, files, trusting):
     assert answer.json()["usage"]["completion_tokens"] == 5
 
 
+def test_a_connection_that_is_kept_too_long_ends_without_an_error(serve, files, trusting, monkeypatch, caplog):
+    monkeypatch.setattr("octile.serve.http.server.KEEP_ALIVE_SECONDS", 0.1)
+    with connect(serve(tls=files), trusting) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        client.settimeout(10)
+        received = b"".join(iter(lambda: client.recv(2**16), b""))
+    assert received.startswith(b"HTTP/1.1 200 ")
+    assert not caplog.records
+
+
 def test_a_stream_comes_while_it_is_written(serve, files, trusting):
     served = serve(tls=files)
     body = {**COMPLETION, "max_tokens": 400, "stream": True}
