@@ -27,6 +27,7 @@ from octile.serve.engine.drafts import check_can_draft
 from octile.serve.engine.sampler import choose
 from octile.serve.model.feed_forward import ExpertLoad
 from octile.serve.model.forward import Forward
+from octile.serve.model.small_batch import is_small_batch
 from octile.serve.model.top_k_keys import why_not_captured
 from octile.serve.ranks.experts import ExpertParallelWeights
 from octile.serve.ranks.tensor_parallel import ALONE
@@ -70,8 +71,8 @@ class ModelRunner:
             steps (`octile.serve.ranks.experts`), and have the same CUDA graphs.
         n_pages: pages of 64 positions.
         cache_format: format of the cache: "fp8", "bf16" or "float32"; None: the dtype of the activations.
-        max_batch: requests of the largest CUDA graphs of decoding, on a GPU; larger batches run without one. 0: none is
-            captured, and steps that only decode replay the graphs of steps with prompts, if there are any.
+        max_batch: requests of the largest CUDA graphs of decoding, on a GPU; larger batches replay the graphs of steps
+            with prompts, if there are any. 0: none is captured.
         batch_invariant: whether a request's logits have the same bits whatever else is in the batch and however its
             prompt is divided into chunks. Slower: every row attends in the absorbed form.
         n_drafts: drafts of each request that decodes, at most.
@@ -488,6 +489,8 @@ class ModelRunner:
         graphs = self.prefill_graphs
         if graphs is None or (self.expert_parallel is not None and not self._has_peers):
             return self._sized_forward().hidden(step)
+        if self.graphs is not None and self.forward.small_batches and is_small_batch(step, self.batch_invariant):
+            return self.forward.hidden(step)  # by kernels for few rows, of which the graphs of prompts have many
         return graphs.hidden(step, self.max_rank_rows)
 
     def _sized_forward(self) -> Forward:

@@ -75,10 +75,11 @@ def warm_up_batches(
     yield from (Batch([chunk(n, 1, 1)] * rows) for rows in decoding)
     together = [rows for rows in decoding if 1 < rows <= max_step_tokens - n]
     yield from (Batch([*[chunk(n, 1, 1)] * rows, chunk(0, n, 1)]) for rows in together)
-    short = min(MAX_DECODE_TOKENS, n)
-    most = min(len(decoding) and short * max_decode_rows, max_step_tokens)
-    several = takewhile(lambda rows: rows <= most, (padded_size(max_decode_rows) << i for i in count(1)))
-    yield from (Batch([chunk(n, short, 1)] * (rows // short)) for rows in several)
+    short = min(MAX_DECODE_TOKENS, n)  # tokens of prompts, of which a step may have many
+    beyond_decoding = (padded_size(max_decode_rows) << i for i in count(1))
+    many = [*takewhile(lambda rows: rows <= max_step_tokens, beyond_decoding)] if decoding else []
+    yield from (Batch([chunk(n, short, 1)] * (rows // short)) for rows in many)
     if index_topk is not None and index_topk + n <= max_position:
+        yield from (Batch([chunk(index_topk, short, 1)] * (rows // short)) for rows in many)
         yield from (prompts(index_topk, min(1 + n, max_step_tokens)) for _ in sizes[:1])
         yield from (Batch([chunk(index_topk, 1, 1)] * rows) for rows in decoding)
