@@ -139,8 +139,10 @@ def _run(
             torch.cuda.set_device(options.device)
         else:
             torch.set_num_threads(options.threads)
-        worker = make(*Folder.open(options.run).load(options.device, options.engine, options.cache, phase))
-    except (ValueError, OSError, ImportError, MemoryError, torch.OutOfMemoryError) as error:
+        engine, runner = Folder.open(options.run).load(options.device, options.engine, options.cache, phase)
+        engine.prepare_grammars()
+        worker = make(engine, runner)
+    except (ValueError, OSError, MemoryError, torch.OutOfMemoryError) as error:
         connection.send(Failed(error))
         return
     freeze_loaded()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -125,7 +126,7 @@ def run(options: Options) -> None:
     """Serve until a signal comes.
 
     Raises:
-        ImportError: a package of the extra `serve` is missing.
+        ImportError: a package of the extra `serve` is missing, or llguidance is too old.
         ValueError: torchrun has started another number of ranks; the certificate or its key cannot be used; or as for
             `octile.serve.http.serve_folder.serve`, which raises the other exceptions, too.
     """
@@ -140,6 +141,10 @@ def run(options: Options) -> None:
         tls = TlsFiles(options.ssl_certfile, options.ssl_keyfile)
         tls.context()  # raises before anything is loaded
     require(*PACKAGES, extra="serve")
+    if find_spec("llguidance") is not None:  # without it requests with a grammar are refused
+        from octile.serve.engine.grammar import require_llguidance  # which --help does not need
+
+        require_llguidance()
     path = options.run or newest_run()
     name = options.model_name or path.resolve().name
     keys = options.api_key + tuple(filter(None, [os.environ.get("OCTILE_API_KEY")]))

@@ -89,6 +89,7 @@ def serve(
                 where += ", each with this cache or a larger one"
             elif ranks.size == 1:
                 own, runner = folder.load(device, engine, cache)
+                own.prepare_grammars()
                 loaded = _Loaded.of(own, runner)
                 if config.weights_key is not None:
                     assert isinstance(runner.updatable_weights, ReplaceableWeights)  # as those of all folders
@@ -96,6 +97,7 @@ def serve(
             else:
                 control = world() if device.type == "cpu" else dist.new_group(backend="gloo", timeout=ranks.timeout)
                 parallel_engine, runner = folder.load_expert_parallel(device, engine, cache, parallel, control)
+                parallel_engine.engine.prepare_grammars()
                 if device.type == "cuda":
                     ranks.at("the compilation of kernels")
                     parallel_engine.warm_up()

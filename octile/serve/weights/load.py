@@ -128,7 +128,7 @@ class Folder:
         stored = cache.format or usual_cache_format(device)
         n_pages = self._n_pages(weights.weights, stored, engine, cache.gib, phase)
         runner = _runner(weights, n_pages, stored, engine, phase=phase)
-        return self._engine(runner, engine), runner
+        return Engine(runner, self.tokenizer, engine, self.generation.end_tokens), runner
 
     def _check_engine(self, engine: EngineConfig) -> None:
         """Raise ValueError if the model has no layer that drafts, or no indexer, and the engine is to use it."""
@@ -277,12 +277,8 @@ class Folder:
         n_pages = torch.tensor(self._n_pages(experts.weights, stored, engine, cache.gib))
         dist.all_reduce(n_pages, dist.ReduceOp.MIN, control)
         runner = _runner(experts, int(n_pages), stored, engine, parallel.micro_batches)
-        return ExpertParallelEngine(self._engine(runner, engine), runner, seconds, control, parallel.timeout), runner
-
-    def _engine(self, runner: ModelRunner, config: EngineConfig) -> Engine:
-        engine = Engine(runner, self.tokenizer, config, self.generation.end_tokens)
-        engine.prepare_grammars()
-        return engine
+        own = Engine(runner, self.tokenizer, engine, self.generation.end_tokens)
+        return ExpertParallelEngine(own, runner, seconds, control, parallel.timeout), runner
 
     def _n_pages(
         self,

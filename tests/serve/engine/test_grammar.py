@@ -3,11 +3,14 @@
 import json
 import re
 import tomllib
+from functools import partial
 from pathlib import Path
 from threading import Event
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers.models import WordLevel
 
 pytest.importorskip("llguidance", reason="octile[serve] is not installed")
 
@@ -19,6 +22,7 @@ from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
 from octile.serve.engine.grammar import GrammarCompiler, GrammarError, choice, context_free, json_schema, regex
 from octile.serve.engine.request import FinishReason, Sampling
+from octile.tokenizer import Tokenizer
 from tests.serve.engine.test_engine import run
 from tests.serve.fake_runner import FakeRunner
 from tests.serve.http.templates import with_tokens
@@ -67,16 +71,23 @@ def test_nothing_is_prepared_where_llguidance_is_missing(compiler, monkeypatch):
     compiler.prepare()
 
 
+def test_a_vocabulary_that_llguidance_cannot_read_is_read_once_and_named_with_each_grammar(monkeypatch):
+    words = Tokenizer(tokenizers.Tokenizer(WordLevel({"<|end|>": 0, "yes": 1}, "<|end|>")), {"eos_token": "<|end|>"})
+    compiler, read, of = GrammarCompiler(words, 2, [0]), [], llguidance.LLTokenizer
+    monkeypatch.setattr(llguidance, "LLTokenizer", lambda *arguments: read.append(arguments) or of(*arguments))
+    compiler.prepare()
+    for use in (partial(compiler.compile, "a"), partial(compiler.special_token, "yes")):
+        with pytest.raises(GrammarError, match=r"^llguidance cannot read the model's tokenizer: can't determine dec"):
+            use()
+    assert len(read) == 1
+
+
 @pytest.mark.parametrize("found", ["0.9.9", "1.6.1", "1.6rc1"])
 def test_an_old_llguidance_is_refused(compiler, monkeypatch, found):
     monkeypatch.setattr(grammar_module, "_version", lambda _: found)
     what = f'llguidance must be at least 1.7, not {found}: pip install -U "octile[serve]"'
-    for use in (
-        compiler.prepare,
-        lambda: compiler.compile("a"),
-        lambda: compiler.special_token("a"),
-        lambda: regex("a"),
-    ):
+    uses = compiler.prepare, partial(compiler.compile, "a"), partial(compiler.special_token, "a"), partial(regex, "a")
+    for use in uses:
         with pytest.raises(ImportError) as error:
             use()
         assert str(error.value) == what
@@ -89,10 +100,9 @@ def test_a_later_llguidance_is_used(compiler, monkeypatch, found):
 
 
 def test_the_oldest_llguidance_is_that_of_the_extra():
-    extras = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
-    assert f"llguidance>={'.'.join(map(str, grammar_module.OLDEST))}" in extras["serve"]
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    oldest = ".".join(map(str, grammar_module.OLDEST))
+    assert f"llguidance>={oldest}" in project["optional-dependencies"]["serve"]
 
 
 @pytest.mark.parametrize(

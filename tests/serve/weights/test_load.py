@@ -12,7 +12,6 @@ import torch
 from octile.checkpoint.hugging_face import save
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.serve.engine.config import CacheConfig, EngineConfig, ParallelConfig
-from octile.serve.engine.grammar import GrammarCompiler
 from octile.serve.engine.request import FinishReason, Sampling
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights import load
@@ -106,13 +105,6 @@ def test_the_multi_token_prediction_layer_is_read_and_cached_for_drafts_alone(to
     runner = folder.load(torch.device("cpu"), EngineConfig(n_drafts=n_drafts), CacheConfig())[1]
     assert runner.can_draft is (n_drafts > 0)
     assert len(runner.cache.layers) == MICRO.num_hidden_layers + n_drafts
-
-
-def test_the_first_grammar_of_a_loaded_engine_does_not_wait_for_the_vocabulary(monkeypatch, tokenizer, tmp_path):
-    folder, prepared = Folder.open(save_untrained(MICRO, tokenizer, tmp_path)), []
-    monkeypatch.setattr(GrammarCompiler, "prepare", lambda compiler: prepared.append(compiler))
-    engine, _ = folder.load(torch.device("cpu"), EngineConfig(), CacheConfig())
-    assert prepared == [engine._grammars]
 
 
 @pytest.mark.parametrize("names_the_ends", ["config.json", "generation_config.json"])
