@@ -222,10 +222,13 @@ class ModelRunner:
         """
         short_prompt = min(self._max_step_tokens, MAX_DECODE_TOKENS)  # whose rows attend as those that decode
         rows = max(self._max_batch * (1 + self.n_drafts), short_prompt)
+        short_rows = self._max_step_tokens  # of prompts of all requests, whose number a prefill process does not know
+        if self._max_batch:
+            short_rows = min(self._max_batch * MAX_DECODE_TOKENS, short_rows)
         index_topk = None if self.index is None else self.forward.weights.config.index_topk
         graphs = self.prefill_graphs
         in_graphs = 0 if graphs is None else graphs.max_positions
-        kinds = self._max_step_tokens, rows, self.max_position, self.vocab_size, index_topk, in_graphs
+        kinds = self._max_step_tokens, rows, short_rows, self.max_position, self.vocab_size, index_topk, in_graphs
         ways = [graphs]
         if graphs is not None and (self._max_step_tokens > MAX_ROWS or not graphs.has_all):
             ways = [graphs.without_attention(), graphs]  # first as in steps of as many rows as no graph has

@@ -30,6 +30,7 @@ SAMPLED = Row(Sampling(temperature=1.0, top_p=0.9, top_k=50), 0, 0)  # which tak
 def warm_up_batches(
     max_step_tokens: int,
     max_decode_rows: int,
+    max_short_rows: int,
     max_position: int,
     vocab_size: int,
     index_topk: int | None,
@@ -40,6 +41,7 @@ def warm_up_batches(
     Args:
         max_step_tokens: tokens of a step with prompts at most; 0: no prompt is prefilled.
         max_decode_rows: rows of a step that only decodes, at most; 0: none does.
+        max_short_rows: rows of short prompts of a step, at most.
         max_position: positions of a text.
         vocab_size: tokens of the model. They differ, and so the experts that they choose.
         index_topk: positions to which a row attends at most, if the model has an indexer; None: to all.
@@ -77,7 +79,7 @@ def warm_up_batches(
     yield from (Batch([*[chunk(n, 1, 1)] * rows, chunk(0, n, 1)]) for rows in together)
     short = min(MAX_DECODE_TOKENS, n)  # tokens of prompts, of which a step may have many
     beyond_decoding = (padded_size(max_decode_rows) << i for i in count(1))
-    many = [*takewhile(lambda rows: rows <= max_step_tokens, beyond_decoding)] if decoding else []
+    many = [*takewhile(lambda rows: rows <= max_short_rows, beyond_decoding)]
     yield from (Batch([chunk(n, short, 1)] * (rows // short)) for rows in many)
     if index_topk is not None and index_topk + n <= max_position:
         yield from (Batch([chunk(index_topk, short, 1)] * (rows // short)) for rows in many)

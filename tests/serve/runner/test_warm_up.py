@@ -49,7 +49,7 @@ STEP_TOKENS = 40  # of a step at most: a prompt of 30 or more begins in one step
 @pytest.mark.parametrize("max_step_tokens", [0, 1, 24, 300, 9000])
 def test_batches_fit_into_a_step_and_name_one_page(max_position: int, max_step_tokens: int):
     sizes = set[int]()
-    for batch in warm_up_batches(max_step_tokens, 6, max_position, 50, None, 0):
+    for batch in warm_up_batches(max_step_tokens, 6, 0, max_position, 50, None, 0):
         sizes.add(sum(len(chunk.tokens) for chunk in batch.chunks))
         for chunk in batch.chunks:
             assert 0 <= chunk.start < chunk.start + len(chunk.tokens) <= max_position
@@ -61,20 +61,29 @@ def test_batches_fit_into_a_step_and_name_one_page(max_position: int, max_step_t
 
 
 def test_prompts_are_computed_next_to_as_many_rows_as_decode_at_once():
-    batches = [batch.chunks for batch in warm_up_batches(300, 100, 512, 50, None, 0)]
+    batches = [batch.chunks for batch in warm_up_batches(300, 100, 0, 512, 50, None, 0)]
     mixed = [chunks for chunks in batches if len(chunks) > 1 and len(chunks[-1].tokens) > 1 == len(chunks[-2].tokens)]
     assert {2, 4, 8, 16, 32, 64, 100} <= {len(chunks) - 1 for chunks in mixed}
 
 
-def test_rows_of_many_short_prompts_are_computed_up_to_all_that_a_step_may_have():
-    def rows(max_step_tokens: int) -> set[int]:
-        layouts = [Layout.of(b.chunks, False, False) for b in warm_up_batches(max_step_tokens, 64, 512, 50, None, 0)]
-        return {layout.n_decode for layout in layouts if not layout.prefill}
+@pytest.mark.parametrize("index_topk", [None, 130])
+def test_rows_of_many_short_prompts_are_computed_up_to_all_that_a_step_may_have(index_topk: int | None):
+    def rows(max_short_rows: int) -> set[tuple[int, bool]]:
+        batches = [batch.chunks for batch in warm_up_batches(2048, 64, max_short_rows, 512, 50, index_topk, 0)]
+        short = [chunks for chunks in batches if {len(chunk.tokens) for chunk in chunks} == {8}]
+        return {(8 * len(chunks), chunks[0].start == index_topk) for chunks in short}
 
-    alone = {1, 2, 4, 8, 16, 32, 64}
-    assert rows(2048) == alone | {128, 256, 512, 1024, 2048}
-    assert rows(300) == alone | {128, 256}
-    assert rows(64) == alone
+    for beyond in {False, index_topk is not None}:  # more positions than top-k
+        found = {of: {n for n, is_beyond in rows(of) if is_beyond == beyond} for of in (64, 300, 512)}
+        assert found == {64: set(), 300: {128, 256}, 512: {128, 256, 512}}
+
+
+@pytest.mark.parametrize(("max_batch", "most"), [(2, 16), (64, 40), (0, 40)])
+def test_a_runner_computes_as_many_short_prompts_as_its_steps_may_have(monkeypatch, max_batch: int, most: int):
+    asked = []
+    monkeypatch.setattr(model_runner, "warm_up_batches", lambda *of: asked.append(of[2]) or [])
+    ModelRunner(new_model(False), N_PAGES, max_batch=max_batch, max_step_tokens=STEP_TOKENS).warm_up()
+    assert asked == [most]
 
 
 @pytest.mark.parametrize("in_graphs", [0, 512])
@@ -82,7 +91,7 @@ def test_rows_of_many_short_prompts_are_computed_up_to_all_that_a_step_may_have(
 def test_chunks_read_all_numbers_of_positions_that_gemms_outside_of_graphs_have(
     max_position: int, index_topk: int | None, in_graphs: int
 ):
-    batches = warm_up_batches(300, 6, max_position, 50, index_topk, in_graphs)
+    batches = warm_up_batches(300, 6, 0, max_position, 50, index_topk, in_graphs)
     layouts = (Layout.of(batch.chunks, False, False) for batch in batches)
     steps = [mixed_step(layout, 1, torch.device("cpu"), index_topk, False, FILL_ROWS) for layout in layouts]
     numbers = range(in_graphs + FILL_ROWS, in_graphs + GEMM_ROWS + 1, FILL_ROWS)
@@ -91,21 +100,21 @@ def test_chunks_read_all_numbers_of_positions_that_gemms_outside_of_graphs_have(
 
 
 def test_chunks_read_no_more_positions_than_a_step_has_texts():
-    layouts = [Layout.of(batch.chunks, False, False) for batch in warm_up_batches(40, 6, 100, 50, None, 0)]
+    layouts = [Layout.of(batch.chunks, False, False) for batch in warm_up_batches(40, 6, 0, 100, 50, None, 0)]
     reading = [layout for layout in layouts if len(layout.prefill) > 1 and layout.chunks[0].start > 32]
     assert {len(layout.chunks) for layout in reading} == {3}  # six would have fewer than nine rows each
 
 
 def test_texts_of_one_position_have_no_batches():
-    assert not [*warm_up_batches(300, 6, 1, 50, None, 0)]
+    assert not [*warm_up_batches(300, 6, 48, 1, 50, None, 0)]
 
 
 def test_long_texts_have_more_positions_than_top_k():
-    found = [*warm_up_batches(40, 2, 512, 50, 130, 0)][-3:]
+    found = [*warm_up_batches(40, 2, 0, 512, 50, 130, 0)][-3:]
     assert [[chunk.start for chunk in batch.chunks] for batch in found] == [[130, 130], [130], [130, 130]]
     assert [len(batch.chunks[-1].tokens) for batch in found] == [32, 1, 1]
     assert {len(chunk.pages) for batch in found for chunk in batch.chunks} == {3}
-    assert not any(chunk.start == 130 for batch in warm_up_batches(40, 2, 140, 50, 130, 0) for chunk in batch.chunks)
+    assert not any(chunk.start == 130 for batch in warm_up_batches(40, 2, 0, 140, 50, 130, 0) for chunk in batch.chunks)
 
 
 def test_rows_of_short_prompts_are_computed_where_no_request_decodes(monkeypatch: pytest.MonkeyPatch):
