@@ -22,7 +22,7 @@ from octile.models.deepseek_v3 import DeepseekV3
 from octile.ops.latent_cache import PAGE
 from octile.parallel.gpu_events import wait_for
 from octile.parallel.symmetric_memory import PeerDispatcher
-from octile.serve.engine.config import IndexFormat, check_expert_window
+from octile.serve.engine.config import EngineConfig, IndexFormat, check_expert_window
 from octile.serve.engine.drafts import check_can_draft
 from octile.serve.engine.sampler import choose
 from octile.serve.model.feed_forward import ExpertLoad
@@ -222,9 +222,8 @@ class ModelRunner:
         """
         short_prompt = min(self._max_step_tokens, MAX_DECODE_TOKENS)  # whose rows attend as those that decode
         rows = max(self._max_batch * (1 + self.n_drafts), short_prompt)
-        short_rows = self._max_step_tokens  # of prompts of all requests, whose number a prefill process does not know
-        if self._max_batch:
-            short_rows = min(self._max_batch * MAX_DECODE_TOKENS, short_rows)
+        n_requests = self._max_batch or EngineConfig.max_batch  # a prefill process captures no graphs of its requests
+        short_rows = min(n_requests * MAX_DECODE_TOKENS, self._max_step_tokens)
         index_topk = None if self.index is None else self.forward.weights.config.index_topk
         graphs = self.prefill_graphs
         in_graphs = 0 if graphs is None else graphs.max_positions

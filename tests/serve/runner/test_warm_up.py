@@ -78,11 +78,15 @@ def test_rows_of_many_short_prompts_are_computed_up_to_all_that_a_step_may_have(
         assert found == {64: set(), 300: {128, 256}, 512: {128, 256, 512}}
 
 
-@pytest.mark.parametrize(("max_batch", "most"), [(2, 16), (64, 40), (0, 40)])
-def test_a_runner_computes_as_many_short_prompts_as_its_steps_may_have(monkeypatch, max_batch: int, most: int):
+@pytest.mark.parametrize(
+    ("max_batch", "max_step_tokens", "most"), [(2, 2048, 16), (64, 2048, 512), (64, 300, 300), (0, 2048, 512)]
+)
+def test_a_runner_computes_as_many_short_prompts_as_its_steps_may_have(
+    monkeypatch, max_batch: int, max_step_tokens: int, most: int
+):
     asked = []
     monkeypatch.setattr(model_runner, "warm_up_batches", lambda *of: asked.append(of[2]) or [])
-    ModelRunner(new_model(False), N_PAGES, max_batch=max_batch, max_step_tokens=STEP_TOKENS).warm_up()
+    ModelRunner(new_model(False), N_PAGES, max_batch=max_batch, max_step_tokens=max_step_tokens).warm_up()
     assert asked == [most]
 
 
