@@ -492,7 +492,7 @@ class ModelRunner:
         if graphs is None or (self.expert_parallel is not None and not self._has_peers):
             return self._sized_forward().hidden(step)
         if self.graphs is not None and self.forward.small_batches and is_small_batch(step, self.batch_invariant):
-            return self.forward.hidden(step)  # by kernels for few rows, of which the graphs of prompts have many
+            return self.forward.hidden(step)  # it has kernels of its own; the graphs of prompts compute 256 rows
         return graphs.hidden(step, self.max_rank_rows)
 
     def _sized_forward(self) -> Forward:
