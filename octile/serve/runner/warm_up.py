@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from itertools import count, cycle, islice, takewhile
+from itertools import cycle, islice
 
 from octile.ops.latent_cache import PAGE
 from octile.serve.engine.request import Sampling
@@ -22,7 +22,7 @@ from octile.serve.engine.sampler import Row
 from octile.serve.model.attention import GEMM_ROWS
 from octile.serve.runner.batch import Batch, Chunk
 from octile.serve.runner.graphs import FILL_ROWS, MAX_ROWS, graph_rows, graph_sizes
-from octile.serve.runner.step import MAX_DECODE_TOKENS, padded_size
+from octile.serve.runner.step import MAX_DECODE_TOKENS
 
 SAMPLED = Row(Sampling(temperature=1.0, top_p=0.9, top_k=50), 0, 0)  # which takes the most kernels
 
@@ -78,8 +78,8 @@ def warm_up_batches(
     together = [rows for rows in decoding if 1 < rows <= max_step_tokens - n]
     yield from (Batch([*[chunk(n, 1, 1)] * rows, chunk(0, n, 1)]) for rows in together)
     short = min(MAX_DECODE_TOKENS, n)  # tokens of prompts, of which a step may have many
-    beyond_decoding = (padded_size(max_decode_rows) << i for i in count(1))
-    many = [*takewhile(lambda rows: rows <= max_short_rows, beyond_decoding)]
+    sizes_of_short = graph_sizes(max_short_rows) if max_short_rows else []
+    many = [rows for rows in sizes_of_short if rows > max_decode_rows]
     yield from (Batch([chunk(n, short, 1)] * (rows // short)) for rows in many)
     if index_topk is not None and index_topk + n <= max_position:
         yield from (Batch([chunk(index_topk, short, 1)] * (rows // short)) for rows in many)

@@ -75,7 +75,7 @@ def test_rows_of_many_short_prompts_are_computed_up_to_all_that_a_step_may_have(
 
     for beyond in {False, index_topk is not None}:  # more positions than top-k
         found = {of: {n for n, is_beyond in rows(of) if is_beyond == beyond} for of in (64, 300, 512)}
-        assert found == {64: set(), 300: {128, 256}, 512: {128, 256, 512}}
+        assert found == {64: set(), 300: {128, 256, 296}, 512: {128, 256, 512}}  # 37 prompts of 8 tokens fit into 300
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_rows_of_short_prompts_are_computed_where_no_request_decodes(monkeypatch
     computed: list[Layout] = []
     monkeypatch.setattr(ModelRunner, "_compute_unwritten", lambda _, layout: computed.append(layout))
     ModelRunner(new_model(False), N_PAGES, max_batch=0, max_step_tokens=STEP_TOKENS).warm_up()
-    assert {layout.n_decode for layout in computed if not layout.prefill} == {1, 2, 4, 8, 16, 32}
+    assert {layout.n_decode for layout in computed if not layout.prefill} == {1, 2, 4, 8, 16, 32, 40}
 
 
 @pytest.mark.parametrize("max_rows", [32, 64])
