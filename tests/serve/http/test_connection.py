@@ -279,7 +279,7 @@ def test_events_are_written_as_they_come_without_waking_their_request(serve, mon
 
 @pytest.mark.parametrize("kind", ["whole", "stream", "refused", "its client leaves", "its client resets it, idle"])
 def test_what_a_connection_holds_is_freed_when_it_ends(serve, monkeypatch, kind):
-    """Without the garbage collector, which would end all that a busy server does for 0.1 s."""
+    """Without the garbage collector, which would stop all that a busy server does for 0.1 s."""
     made, streams, begin, submit = [], [], Connection.connection_made, EngineClient.submit
     monkeypatch.setattr(
         Connection, "connection_made", lambda self, transport: made.append(ref(self)) or begin(self, transport)
