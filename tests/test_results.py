@@ -208,13 +208,16 @@ def test_the_small_preset_is_compared_with_bf16_of_the_same_record(path, run):
     assert row in page("benchmarks/history/training-step/README.md")
 
 
-def pipeline_speed(preset: str) -> str:
-    """How many times as fast as one GPU two train a preset with 1F1B."""
-    text = (ROOT / "benchmarks" / "history" / "pipeline" / f"by_time_{preset}.txt").read_text()
+PIPELINES = {"medium": "h200_medium_4bf774e2.txt", "small": "h200_small.txt"}
+
+
+def pipeline_speed(preset: str, phase: str = "1f1b") -> str:
+    """How many times as fast as one GPU two train a preset in a phase of `tools.measure_pipeline`."""
+    text = (ROOT / "benchmarks" / "history" / "pipeline" / PIPELINES[preset]).read_text()
     speeds = defaultdict[str, list[int]](list)
-    for phase, speed in re.findall(rf"^{preset} (\S+), rank .*? ([\d,]+) tokens/s", text, re.MULTILINE):
-        speeds[phase].append(int(speed.replace(",", "")))
-    return f"{fmean(speeds['1f1b']) / fmean(speeds['alone']):.2f}"
+    for of, speed in re.findall(rf"^{preset} (\S+), rank .*? × alone, .*?([\d,]+) tokens/s", text, re.MULTILINE):
+        speeds[of].append(int(speed.replace(",", "")))
+    return f"{fmean(speeds[phase]) / fmean(speeds['alone']):.2f}"
 
 
 @pytest.mark.parametrize("name", ["docs/schedules.md", "docs/parallel.md"])
@@ -223,7 +226,17 @@ def test_the_speed_of_a_pipeline_stands_beside_that_of_one_gpu(name):
 
 
 def test_the_speed_of_a_pipeline_of_a_small_model_stands_beside_that_of_one_gpu():
-    assert f"`small` {pipeline_speed('small')} times" in page("docs/parallel.md")
+    slowest, fastest = pipeline_speed("small"), pipeline_speed("small", "dualpipev")
+    assert f"`small` {slowest} to {fastest} times" in page("docs/parallel.md")
+
+
+def test_the_speed_of_other_pipelines_stands_beside_that_of_one_gpu():
+    found = {phase: pipeline_speed("medium", phase) for phase in ("dualpipev", "zb1p", "torch-1f1b", "torch-dualpipev")}
+    own = f"{found['dualpipev']} with DualPipeV and {found['zb1p']} with ZB1P"
+    assert own in page("docs/parallel.md")
+    assert f"`medium` {found['torch-1f1b']} and {found['torch-dualpipev']} times as fast" in page("docs/parallel.md")
+    small = f"`small` {pipeline_speed('small', 'torch-1f1b')} and {pipeline_speed('small', 'torch-dualpipev')} times"
+    assert small in page("docs/parallel.md")
 
 
 @pytest.mark.parametrize(
