@@ -20,6 +20,7 @@ balance      variations of the expert balance, and multi-token prediction
 noise        the smallest size from scratch by designs that may make pairs deviate less ([plan](noise/README.md))
 noise-scan   the smallest size in BF16 with changes that may let its loss fall sooner; two seeds each
 noise-parts  the smallest size by the design with the smallest noise, with parts of DeepSeek-V3's recipe in BF16
+planned      the runs of registered plans ([pages](planned/README.md), `experiments.loss.plans`)
 
 In the first third of a run the loss falls steeply, a few steps sooner or later by chance, and the difference remains
 until the end: runs from one seed end up to 0.6% apart, whatever their recipe. Branches begin after that.
@@ -31,6 +32,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any, Literal
 
+from experiments.loss.plans import PLANS
 from experiments.loss.sizes import BATCH, run_config
 from experiments.loss.sizes import RATES as PEAK_RATES
 from octile.train.config import TrainConfig
@@ -51,6 +53,7 @@ Group = Literal[
     "noise",
     "noise-scan",
     "noise-parts",
+    "planned",
 ]
 TRUNK = 0.4  # the share of a run's steps that its trunk takes
 BILLION, LONG, CORE, SHORT, RATE = 1e9, 300e6, 100e6, 40e6, 12e6  # tokens
@@ -249,6 +252,12 @@ def all_jobs(small: str = "30m", sizes: tuple[str, ...] = ("150m", "80m", "30m")
         for recipe in PARTS
         for seed in PARTS_SEEDS
     ]
+    if small == "30m":  # not among toys
+        jobs += [
+            replace(job("planned", plan.size, recipe, seed, CORE, **DESIGNS[plan.design]), name=name)
+            for plan in PLANS.values()
+            for recipe, seed, name in plan.runs
+        ]
     return [*jobs, *(job("billion", small, recipe, 0, BILLION) for recipe in ("bf16", "deepseek_v3"))]
 
 

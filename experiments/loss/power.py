@@ -37,6 +37,14 @@ def power(pairs: int, mean: float, deviation: float) -> float:
     return _share_inside(gaps)
 
 
+def power_outside(pairs: int, mean: float, deviation: float) -> float:
+    """Return the probability that the 95% interval over `pairs` ≥ 2 gaps lies above BAR, by simulation."""
+    draw = np.random.default_rng(0)
+    gaps = draw.normal(mean, deviation, size=(DRAWS, pairs))
+    means = gaps.mean(axis=1)
+    return float(np.mean(means - (interval_reaches(gaps) - np.abs(means)) > BAR))
+
+
 def power_after(gaps: Sequence[float], more: int) -> float:
     """Return the probability that the 95% interval over `gaps` and `more` further gaps lies inside ± BAR.
 

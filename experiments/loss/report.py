@@ -792,7 +792,7 @@ def _ranges(numbers: Iterable[int]) -> list[str]:
     return [text for row in rows for text in ([f"{row[0]}–{row[-1]}"] if len(row) > 2 else map(str, row))]
 
 
-OWN_PAGE = "noise", "noise-scan"  # groups whose runs are on experiments/loss/noise/README.md
+OWN_PAGE = "noise", "noise-scan", "planned"  # groups whose runs are on the pages noise and planned
 
 
 def write(runs: Sequence[Path], folder: Path) -> Path:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.loss.power import LOOKS, interval_after, measured, pairs_needed, power, power_after
+from experiments.loss.power import LOOKS, interval_after, measured, pairs_needed, power, power_after, power_outside
 from experiments.loss.report import BAR, Results
 
 
@@ -16,6 +16,16 @@ def test_gaps_without_spread_inside_the_bar_always_show_equality():
 
 def test_gaps_without_spread_outside_the_bar_never_show_equality():
     assert power(2, 1.5 * BAR, 1e-9) == 0.0
+
+
+def test_only_gaps_above_the_bar_are_outside():
+    assert power_outside(2, 1.5 * BAR, 1e-9) == 1.0
+    assert power_outside(2, 0.5 * BAR, 1e-9) == 0.0
+    assert power_outside(2, -1.5 * BAR, 1e-9) == 0.0
+
+
+def test_a_gap_at_the_bar_is_outside_as_often_as_the_level_says():
+    assert power_outside(12, BAR, 0.002) == pytest.approx(0.025, abs=0.005)
 
 
 def test_many_pairs_have_the_power_of_the_normal_distribution():

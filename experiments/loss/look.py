@@ -1,0 +1,71 @@
+"""Look at the result of a registered plan, once all its runs have ended: `python -m experiments.loss.look PLAN RUNS …`.
+
+A recipe's gap of a pair is (L − L_bf16) / L_bf16 on the held-out windows at the end. Its verdict follows from Student's
+95% interval of the mean over all pairs: "shown" to be equal if it lies within ±BAR, "outside" if it lies above or
+below, otherwise "not shown". A run that diverged makes it "not shown", too. Nothing is computed before, since an
+interval that is looked at while pairs are added fits too often by chance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+
+import numpy as np
+
+from experiments.loss.plans import PLANS, Plan
+from experiments.loss.report import BAR, Results, gap
+from octile.bench.rows import align_columns
+from octile.report.compare.intervals import Interval, student_interval
+from octile.report.compare.summary import span
+
+ENDED = "done", "diverged"
+
+
+def look(plan: Plan, r: Results) -> str:
+    """Format a line for each recipe of the plan: its gaps, their interval, and the verdict.
+
+    Raises:
+        ValueError: a run of the plan has not ended.
+    """
+    missing = [name for _, _, name in plan.runs if r.all.get(name, {}).get("state") not in ENDED]
+    if missing:
+        raise ValueError(
+            f"RUNS must have all {len(plan.runs)} runs of {plan.name} before its one look; {len(missing)} have not "
+            f"ended, the first of them {missing[0]}"
+        )
+    rows = [["recipe", "pairs", "mean gap", "deviation", "95% interval", "verdict", "gaps"]]
+    for recipe in plan.recipes:
+        pairs = [(r.all[f"{plan.name}-{recipe}-{seed}"], r.all[f"{plan.name}-bf16-{seed}"]) for seed in plan.seeds]
+        diverged = sum("diverged" in (run["state"], base["state"]) for run, base in pairs)
+        if diverged:
+            rows.append([recipe, str(len(pairs)), "", "", "", f"not shown: {diverged} diverged", ""])
+            continue
+        gaps = [gap(*pair)[0] for pair in pairs]
+        interval = student_interval(np.array(gaps))
+        rows.append([
+            recipe, str(len(gaps)), f"{statistics.fmean(gaps):+.3%}", f"{statistics.stdev(gaps):.3%}", span(interval),
+            verdict(interval), ", ".join(f"{one:+.2%}" for one in gaps),
+        ])  # fmt: skip
+    return align_columns(rows, right={"pairs", "mean gap", "deviation", "95% interval"})
+
+
+def verdict(interval: Interval | None) -> str:
+    """What an interval of the mean gap shows, by the rule of all plans."""
+    if interval is None:
+        return "not shown"
+    if interval.low >= -BAR and interval.high <= BAR:
+        return "shown"
+    return "outside" if interval.low > BAR or interval.high < -BAR else "not shown"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("plan", choices=PLANS)
+    parser.add_argument("runs", type=Path, nargs="+", help="folders with results, JOB.json.gz")
+    asked = parser.parse_args()
+    try:
+        print(look(PLANS[asked.plan], Results.read(*asked.runs)))
+    except (ValueError, FileNotFoundError) as error:
+        parser.error(str(error))
