@@ -13,8 +13,9 @@ from statistics import fmean, stdev
 import numpy as np
 import pytest
 
+from experiments.loss.noise import pairs_of
 from experiments.loss.power import LOOKS, interval_after
-from experiments.loss.report import BAR, Results
+from experiments.loss.report import BAR, Results, gap
 from octile.report.compare.intervals import student_interval
 from octile.text import format_percent
 
@@ -252,6 +253,23 @@ def test_weights_rounded_once_stay_within_the_bound(folders, bound):
     gap = max(abs(run["val_loss"][-1] / base["val_loss"][-1] - 1) for run, base in ends)
     assert f"{100 * gap:.{len(bound) - 3}f}%" == bound
     assert re.search(f"rounded once end(s|ed) within {bound} of BF16", page("docs/results/loss.md"))
+
+
+def test_the_gaps_of_muon_stand_on_all_pages():
+    folders = {name: loss(f"noise/{name}") for name in ("runs", "h200", "h200-4bf774e2")}
+    gaps = {
+        (name, design): [gap(*pair)[0] for pair in pairs_of(r, design)]
+        for name, r in folders.items()
+        for design in ("muon", "muon-to-zero")
+    }
+    every = [one for found in gaps.values() for one in found]
+    assert len(every) == 10
+    for name in ("experiments/loss/noise/README.md", "docs/results/loss.md", "docs/muon.md"):
+        assert span(every) in page(name)
+        assert percent(fmean(every)).removeprefix("+") in page(name)
+    assert percent(fmean(every)) in page("README.md")
+    four = [*gaps["h200", "muon"], *gaps["h200-4bf774e2", "muon"]]
+    assert f"| **{100 * stdev(four):.3f}%** | 0.15% |" in page("experiments/loss/noise/README.md")
 
 
 def test_an_interval_that_was_looked_at_before_its_last_pair_allows_for_that():
