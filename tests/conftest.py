@@ -46,7 +46,7 @@ COVERED = {"each_value": 1, "each_pair": 2}  # how many parameters' values are t
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option of CI, which has not the time for all exhaustive tests."""
+    """Add the option of CI, which has not the time for all slow and exhaustive tests."""
     what = "test share K (from 0) of N shares of the files, chosen by their names"
     parser.addoption("--share", type=_share, metavar="K/N", help=what)
 
@@ -60,13 +60,14 @@ def _share(text: str) -> tuple[int, int]:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the files of other shares, and mark tests that are exhaustive by `COVERED`."""
+    """Leave out the files of other shares, and mark tests that are exhaustive by `COVERED`, or slow by `one_case`."""
     if (of := config.getoption("share")) is not None:
         share, shares = of
         kept = [item for item in items if crc32(item.nodeid.partition("::")[0].encode()) % shares == share]
         config.hook.pytest_deselected(items=[*{*items} - {*kept}])
         items[:] = kept
     _mark_exhaustive(items)
+    _mark_slow(items)
 
 
 def _mark_exhaustive(items: list[pytest.Item]) -> None:
@@ -88,6 +89,17 @@ def _mark_exhaustive(items: list[pytest.Item]) -> None:
             further.remove(best)
         for item in further:
             item.add_marker(pytest.mark.exhaustive)
+
+
+def _mark_slow(items: list[pytest.Item]) -> None:
+    """Mark all cases slow but the first of those that are not exhaustive, where a test is marked `one_case`."""
+    begun: set[str] = set()
+    for item in items:
+        if item.get_closest_marker("one_case") and not item.get_closest_marker("exhaustive"):
+            test = item.nodeid.partition("[")[0]
+            if test in begun:
+                item.add_marker(pytest.mark.slow)
+            begun.add(test)
 
 
 def pytest_collection_finish() -> None:

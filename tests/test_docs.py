@@ -79,6 +79,7 @@ def no_deep_gemm_left() -> Iterator[None]:
                 del sys.modules[name]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)], ids=name_of)
 def test_python_of_a_page_does_what_it_says(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the blocks in order, in one namespace. A block with prompts must print what it shows."""
@@ -224,6 +225,7 @@ def test_the_page_lists_the_files_of_the_kernel() -> None:
     assert re.findall(r"^\| `(\w+\.cuh)`", page, re.MULTILINE) == re.findall(r'#include "(.*)"', kernel)
 
 
+@pytest.mark.slow
 def test_the_tour_shows_the_walk_that_a_gemm_takes() -> None:
     """Compare the frames in docs/tour.md with those that `python -m tools.count_frames` prints."""
     pytest.importorskip("cuda.bindings")

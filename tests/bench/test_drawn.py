@@ -54,6 +54,7 @@ def test_about_half_of_the_rows_are_aligned():
     assert 0.4 < sum(m % ALIGNMENT == 0 for m in rows) / len(rows) < 0.6
 
 
+@pytest.mark.slow
 def test_every_model_is_drawn():
     weights = {(case.n, case.k) for seed in range(200) for case in drawn_cases(seed) if not case.accumulate}
     for models in FAMILIES.values():

@@ -14,6 +14,7 @@ def rows():
         return list(lab.rows())
 
 
+@pytest.mark.slow
 def test_both_forms_of_the_model_are_compared_with_a_gemm(rows):
     speeds = [row for row in rows if row.unit == "GFLOP/s"]
     assert [row.what for row in speeds] == ["native", "vectorized"] * len(lab.CASES)

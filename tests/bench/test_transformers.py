@@ -69,12 +69,14 @@ def test_each_layer_is_compiled_alone(case: Case, layers: str, without_a_compile
     assert all(layer._compiled_call_impl is not None for layer in model.get_submodule(layers))
 
 
+@pytest.mark.slow
 def test_a_model_with_a_head_is_compiled_whole(without_a_compiler):
     model = _prepare(CPU_CASES[2], lambda model: model, compilation="whole").model
     assert model._compiled_call_impl is not None
     assert all(layer._compiled_call_impl is None for layer in model.model.layers)
 
 
+@pytest.mark.slow
 def test_the_whole_model_is_compared_with_those_that_are_not(monkeypatch, without_a_compiler):
     monkeypatch.setattr(transformers, "ROUNDS", 1)
     peers = [row.against.peer for row in _measure(CPU_CASES[2]) if row.what == f"{STEP}, {WHOLE}" and row.against]

@@ -197,6 +197,7 @@ def own_tensors(name: str) -> Mapping[str, Tensor]:
     return to_hf(meta_model(config).state_dict(), config)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", TENSORS)
 def test_a_published_model_is_stored_with_its_names_dtypes_and_shapes(name):
     tensors = own_tensors(name)
@@ -219,12 +220,14 @@ def test_glm_52_has_as_many_tensors_and_parameters_as_published():
     assert (len(own), sum(tensor.numel() for tensor in own.values())) == (59_585, 753_329_940_480)
 
 
+@pytest.mark.slow
 def test_every_tensor_of_all_62_layers_is_read_and_written_back(tmp_path, publish, same):
     folder, before = publish({**V3, "n_routed_experts": 16})
     save(load(folder), tmp_path / "again")
     assert changed(before, stored(tmp_path / "again"), same) == []
 
 
+@pytest.mark.one_case
 @EVERY_RELEASE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_release_is_written_back_bit_for_bit(tmp_path, publish, same, published, dtype):
@@ -261,6 +264,7 @@ def test_every_release_is_served(publish, published):
     assert torch.equal(read.scale, before[f"{name}_scale_inv"])
 
 
+@pytest.mark.one_case
 @EVERY_RELEASE
 def test_every_release_is_converted_with_all_its_tensors(tmp_path, publish, same, published):
     folder, before = publish(published)

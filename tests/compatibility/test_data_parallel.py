@@ -30,6 +30,8 @@ from tests.compatibility.processes import (
 from tests.models_of_transformers import small_model
 from tests.worlds import Outcomes, Work
 
+pytestmark = pytest.mark.slow  # two ranks start for all of them
+
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:

@@ -9,6 +9,8 @@ import pytest
 from tests.compatibility import family_cases as cases
 from tests.worlds import Outcomes, each_work
 
+pytestmark = pytest.mark.slow  # four ranks of torchtitan start for all of them
+
 TORCHTITANS = (cases.torchtitan_llama3, cases.torchtitan_deepseek_v3)
 FURTHER = (cases.torchtitan_deepseek_v3,)  # tests/integrations/test_torchtitan.py runs jobs of it on the same functions
 

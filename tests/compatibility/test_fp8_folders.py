@@ -29,6 +29,7 @@ def loaded(model: PreTrainedModel, folder, keep=()) -> PreTrainedModel:
     return result
 
 
+@pytest.mark.one_case
 @every_architecture
 def test_every_layer_is_loaded_in_the_precision_in_which_it_is_stored(name, tmp_path):
     model = loaded(small_model(name).bfloat16(), tmp_path)

@@ -57,6 +57,7 @@ def count_w1(completions: list[str], **_: Any) -> list[float]:
     return [float(completion.count("w1")) for completion in completions]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("converts_reference", [True, False])
 def test_grpo_trains_a_converted_model(load, tokenizer, tmp_path: Path, converts_reference: bool):
     config = GRPOConfig(

@@ -49,6 +49,7 @@ def test_a_text_that_is_not_utf_8_is_named(tmp_path, monkeypatch, capsys):
     check_one_line(capsys.readouterr(), "prompts is damaged: byte 5 is not UTF-8")
 
 
+@pytest.mark.slow
 def test_so_does_the_process_of_a_script(tmp_path):
     program = f"import runpy; runpy.run_path({str(EXAMPLES / 'write_traces.py')!r}, run_name='__main__')"
     ended = run_python(program, "nowhere", folder=tmp_path)

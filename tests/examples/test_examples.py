@@ -64,12 +64,14 @@ def test_a_transformers_model_learns_with_its_trainer(example, tmp_path, model):
     assert (out / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama", "qwen"])
 def test_a_transformers_model_learns_in_a_loop(example, model):
     losses = example("train_with_a_loop").main(["--model", model, "--steps", "12", "--length", "32", *TOY])
     assert losses[-1] < losses[0] - 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["fp8", pytest.param("bf16", marks=pytest.mark.exhaustive)])
 def test_a_student_learns_what_a_larger_teacher_wrote(example, untrained, tmp_path, weights):
     teacher, student = untrained("teacher", layers=3), untrained("student", weights)

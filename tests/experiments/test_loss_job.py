@@ -58,6 +58,7 @@ def run(store, out, one):
     return read_result(result_file(out, one.name))
 
 
+@pytest.mark.slow
 def test_a_run_stores_its_curves_and_its_cost(store, tmp_path):
     result = run(store, tmp_path, job("core", "toy", "deepseek_v3", 0, TOKENS))
     assert result["state"] == "done"
@@ -83,6 +84,7 @@ def branched(store, tmp_path_factory):
     return out, run(store, out, TRUNK), run(store, out, job("core", "toy", "bf16", 0, TOKENS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -119,6 +121,7 @@ def test_weights_under_another_recipe_lose_what_a_model_of_that_recipe_loses(sto
     assert not torch.equal(found, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("trained", "other"), [("nudged", "deepseek_v3"), ("fp8_lm", "bf16")])
 def test_a_run_stores_what_its_weights_lose_under_another_recipe(store, tmp_path, trained, other):
     result = run(store, tmp_path, job("core", "toy", trained, 0, FEW_TOKENS))
@@ -127,6 +130,7 @@ def test_a_run_stores_what_its_weights_lose_under_another_recipe(store, tmp_path
     assert result["other_window_loss"][other] != result["window_loss"]
 
 
+@pytest.mark.slow
 def test_a_result_names_its_commit_and_configuration(store, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "machine", lambda device: {"commit": "0123456789ab", "gpu": None})
     one = job("core", "toy", "fp32_moments", 3, FEW_TOKENS, lr=1e-3, num_nextn_predict_layers=1)
@@ -162,6 +166,7 @@ def test_a_run_that_diverges_reports_it(store, tmp_path):
     assert result["why"]
 
 
+@pytest.mark.slow
 def test_drafts_are_measured_where_there_are_any(store, tmp_path):
     result = run(store, tmp_path, job("balance", "toy", "bf16", 0, FEW_TOKENS, num_nextn_predict_layers=1))
     assert set(result["drafts"]) == {"greedy", "drawn"}
@@ -216,6 +221,7 @@ def test_an_interval_is_that_of_windows_in_pairs():
     assert interval(fake(FP8, 4.04, "stopped"), base) == ""
 
 
+@pytest.mark.slow
 def test_the_report_has_every_table_and_names_what_is_missing(tmp_path, monkeypatch):
     draw_no_figures(monkeypatch)  # of the pages of comparisons
     runs = [fake(BASE, 4.0), fake(OTHER, 4.02), fake(FP8, 4.002)]

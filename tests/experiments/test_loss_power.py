@@ -38,6 +38,7 @@ def test_a_larger_gap_needs_more_pairs():
     assert pairs_needed(0.0, 0.002) < pairs_needed(0.001, 0.002)
 
 
+@pytest.mark.slow
 def test_a_gap_at_the_bar_cannot_be_shown_to_be_equal():
     assert pairs_needed(BAR, 0.002) is None
 

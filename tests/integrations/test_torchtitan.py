@@ -41,6 +41,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return Outcomes(tmp_path_factory, "torchtitan", (*WORKS, *EXHAUSTIVE), imports=MODULES, further=EXHAUSTIVE)
 
 
+@pytest.mark.slow
 @each_work((*WORKS, *EXHAUSTIVE), EXHAUSTIVE)
 def test_jobs_on_two_ranks(work: Work, outcomes: Outcomes):
     outcomes.assert_passed(work)
@@ -71,6 +72,7 @@ def test_layers_are_left_out_by_patterns():
     assert [type(layer) is Linear for layer in layers.values()] == [False, True, False]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -321,6 +321,7 @@ def test_a_converted_model_is_near_the_model(name):
     assert 0 < (found - expected).norm() < 0.15 * expected.norm()
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @every_model
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "delayed"])
@@ -501,6 +502,7 @@ def test_the_inputs_of_latent_attention_are_quantized_once():
     assert operands.count("x") == dense + mixture
 
 
+@pytest.mark.slow
 @torch._dynamo.config.patch(specialize_float=True)  # torch makes them inputs, finds no use for that, and traces again
 @pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.exhaustive), "qwen3_moe"])
 def test_a_converted_model_compiles_without_graph_breaks_for_any_length(name):

@@ -69,6 +69,7 @@ def attention_of(model: PreTrainedModel, **inputs: Any) -> tuple[dict[str, Any],
     return arguments, logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_cache", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_converted_model_is_causal_without_a_mask(use_cache: bool):
     model = llama()
@@ -83,6 +84,7 @@ def test_a_converted_model_is_causal_without_a_mask(use_cache: bool):
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_padded_tokens_are_masked():
     model = apply_recipe(llama())
     mask = torch.ones_like(TOKENS)
@@ -94,6 +96,7 @@ def test_padded_tokens_are_masked():
     torch.testing.assert_close(logits[mask == 1], expected[mask == 1], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("window", "is_masked"), [pytest.param(8, True, marks=pytest.mark.exhaustive), (24, True), (25, False)]
 )
@@ -103,6 +106,7 @@ def test_a_window_that_is_shorter_than_the_text_is_a_mask(window: int, is_masked
     assert (arguments["attn_mask"] is not None) == is_masked
 
 
+@pytest.mark.slow
 def test_packed_texts_are_masked():
     model = apply_recipe(llama())
     positions = torch.cat((torch.arange(10), torch.arange(14))).expand(2, -1)
@@ -135,6 +139,7 @@ def test_packed_texts_of_another_model_are_masked_during_a_graph_break():
     assert transformers_masks._counted_in == ""
 
 
+@pytest.mark.slow
 def test_a_forward_pass_that_fails_leaves_nothing_behind():
     model = apply_recipe(llama())
 
@@ -178,6 +183,7 @@ def test_with_checkpointing_a_model_is_one_graph_without_a_mask():
     assert masks == [None]
 
 
+@pytest.mark.slow
 def test_an_exported_model_keeps_its_mask(monkeypatch: pytest.MonkeyPatch):
     model = apply_recipe(llama())
     monkeypatch.setattr(transformers_masks, "_is_exporting", lambda: True)

@@ -120,6 +120,7 @@ sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
 """
 
 
+@pytest.mark.slow
 def test_64_processes_at_once_build_each_kernel_once(folder, tmp_path):
     built = tmp_path / "built"
     subprocess.run([sys.executable, "-c", PROCESSES, str(built)], check=True)

@@ -47,6 +47,7 @@ def test_an_unknown_command_is_refused(capsys):
     assert "unknown lab command 'format'; there are formats, accumulate" in refused(capsys, "lab", "format")
 
 
+@pytest.mark.slow
 def test_formats_prints_a_table_and_leaves_a_page(capsys, folder, monkeypatch):
     leave_empty(monkeypatch, pages_formats)
     code, out, _ = call(capsys, "lab", "formats")

@@ -101,6 +101,7 @@ def test_every_format_of_the_library_is_listed():
     assert {fmt.name for fmt in ALL} == by_name.keys()
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("fmt", [E4M3, E5M2, E2M1, INT8], ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("octave", [-18, -7, -1, 0, 5, 7, 9])
 def test_the_worst_error_of_an_octave(fmt, octave):

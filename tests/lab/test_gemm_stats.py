@@ -44,6 +44,7 @@ def as_rows(errors, prefix):
     return {name.removeprefix(f"{prefix}_"): value for name, value in row.items()}
 
 
+@pytest.mark.slow
 def test_both_errors_of_whole_gemms():
     a, q_a, b, q_b = operands()
     rows_a, rows_b = evenly_spaced(40), evenly_spaced(10)

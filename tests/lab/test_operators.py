@@ -136,6 +136,7 @@ def folders(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_the_commands_record_and_recompute(capsys, folders, monkeypatch):
     monkeypatch.chdir(folders)
     options = ("--tokens", "6", "--new-tokens", "2", "--text", "text.txt", "--record", "r.safetensors")

@@ -56,6 +56,7 @@ def folders(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_weights_of_the_recipe_agree_in_all_bits(capsys, folders, monkeypatch):
     monkeypatch.chdir(folders)
     monkeypatch.setenv("FORCE_COLOR", "1")

@@ -178,6 +178,7 @@ LOST = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("lost", [*LOST, None])
 def test_what_guards_lack_is_printed(interrupted, lost):
     if lost:

@@ -57,6 +57,7 @@ def test_what_if_prints_a_ranking_and_leaves_a_page(capsys, folder):
     assert "pictures: lab/what_if.html" in out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_figures")
 @pytest.mark.parametrize(("arch", "found_json"), [("sm_90", False), ("sm_89,sm_100", True)])
 def test_unverified_tensor_cores_are_named(capsys, folder, arch, found_json):
@@ -66,6 +67,7 @@ def test_unverified_tensor_cores_are_named(capsys, folder, arch, found_json):
     assert ("sm_89, sm_100: as published, not checked on hardware" in out) == found_json
 
 
+@pytest.mark.slow
 def test_the_page_is_self_contained_and_complete(capsys, folder):
     write_capture(folder / "later.safetensors", step=9, change=torch.ones(160))
     call(capsys, "lab", "what-if", "c.safetensors", "later.safetensors", *SMALL)
@@ -77,6 +79,7 @@ def test_the_page_is_self_contained_and_complete(capsys, folder):
     assert "step 3 to step 9" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "page"),
     [(("what-if", "c.safetensors", *SMALL), "what_if"), (("hardware", "c.safetensors"), "hardware")],
@@ -248,6 +251,7 @@ def model_folder(tmp_path_factory):
 SHORT = ("--batches", "2", "--batch-size", "16", "--sequence-length", "32")
 
 
+@pytest.mark.slow
 def test_preflight_writes_a_recipe_and_a_page(capsys, folder, model_folder, monkeypatch):
     found = faults_of_pages(monkeypatch)
     text = str(model_folder / "text.txt")
@@ -266,6 +270,7 @@ def test_preflight_writes_a_recipe_and_a_page(capsys, folder, model_folder, monk
     assert found == []
 
 
+@pytest.mark.slow
 def test_preflight_as_json(capsys, folder, model_folder):
     text = str(model_folder / "text.txt")
     code, out, _ = call(capsys, "lab", "preflight", str(model_folder / "m"), "--text", text, *SHORT, "--json")
@@ -304,6 +309,7 @@ def test_preflight_of_a_missing_model_is_refused(capsys, folder):
     assert "nowhere" in refused(capsys, "lab", "preflight", "nowhere")
 
 
+@pytest.mark.slow
 def test_gemms_without_loss_have_pages_too(capsys, folder):
     one = torch.ones(8, 8)
     tensors = {"up.x": one, "up.w": one, "up.dy": one}

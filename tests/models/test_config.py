@@ -584,6 +584,7 @@ def test_null_under_another_name_is_unset(alias):
     assert ModelConfig.from_hf({alias: None, **PUBLISHED_V3}) == ModelConfig.from_hf({**PUBLISHED_V3, alias: None})
 
 
+@pytest.mark.one_case
 @pytest.mark.filterwarnings("ignore:rope_scaling")  # of another context
 @pytest.mark.parametrize("key", sorted({*PUBLISHED_V3, *CHECKED, *ROPE_KEYS, "rope_parameters", "num_mtp_layers"}))
 @settings(max_examples=10, deadline=None)  # for each of 58 keys, which are all read by the same functions

@@ -136,6 +136,7 @@ def loss_and_gradients(call, model):
     return {"loss": loss.detach(), **model.last_losses, **left, **gradients}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
     [

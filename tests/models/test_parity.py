@@ -51,6 +51,7 @@ def relative_gap(config, seed, folder):
     return ((actual - expected).abs().max() / expected.square().mean().sqrt()).item()
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (1, 2))])
 @pytest.mark.parametrize("name", V3)
 def test_logits_equal_transformers_deepseek_v3(name, seed, tmp_path):

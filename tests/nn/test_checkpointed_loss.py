@@ -91,6 +91,7 @@ def test_two_reentrant_runs_before_one_backward_are_refused():
         total.backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [None, pytest.param("deepseek_v3", marks=pytest.mark.exhaustive)])
 def test_a_compiled_layer_keeps_its_gradients_or_says_that_it_does_not(recipe):
     half = Half() if recipe is None else apply_recipe(Half(), Recipe.named(recipe))

@@ -255,6 +255,7 @@ def tokens(counts: list[int]) -> tuple[Tensor, Tensor]:
     return torch.randn(sum(counts), 24, generator=generator), torch.randn(sum(counts), 40, generator=generator)
 
 
+@pytest.mark.one_case
 @every_tiled_recipe
 @given(
     counts=some_counts,
@@ -275,6 +276,7 @@ def test_no_value_of_an_expert_changes_another_experts_gradient(name, counts, sp
     assert not torch.equal(found[expert], expected[expert])  # a NaN in it is unequal to itself, too
 
 
+@pytest.mark.one_case
 @every_tiled_recipe
 @given(counts=some_counts)
 def test_the_gradient_of_an_expert_is_that_of_the_expert_alone(name, counts):

@@ -122,6 +122,7 @@ def test_layers_called_on_one_input_equal_layers_called_alone(bias: bool, transp
     assert computed == [3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "joined"), [(Attention, [3]), (SwitchingAttention, [])], ids=["joined", "alone"])
 def test_a_compiled_module_is_joined_where_nothing_can_happen_in_between(
     kind: Any, joined: list[int], computed: list[int]
@@ -133,6 +134,7 @@ def test_a_compiled_module_is_joined_where_nothing_can_happen_in_between(
     assert_close(found, alone(attention))
 
 
+@pytest.mark.slow
 def test_a_joined_module_in_activation_checkpointing_is_one_graph():
     attention = converted()
 
@@ -144,6 +146,7 @@ def test_a_joined_module_in_activation_checkpointing_is_one_graph():
     assert_close(run(compiled, parameters), run(checkpointed, parameters))
 
 
+@pytest.mark.slow
 def test_compiled_layers_of_two_modules_that_alternate_have_their_own_results():
     first, second = converted(), converted()
     with torch.no_grad():

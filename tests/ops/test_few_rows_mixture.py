@@ -94,5 +94,6 @@ def test_errors_come_before_any_work(
     assert torch.equal(a["x"], before)
 
 
+@pytest.mark.slow
 def test_the_operator_is_well_formed():
     assert_well_formed(few_rows_mixture, list(arguments(2, 8, 256, 128, 256).values()))

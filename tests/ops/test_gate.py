@@ -94,6 +94,7 @@ def test_logits_equal_the_gemm_in_float32(dtype: torch.dtype):
     assert torch.equal(gate(x, w, None, 2, 1, 1, 1, "sigmoid", True, 1.0)[2], x.float() @ w.mT)
 
 
+@pytest.mark.one_case
 @every_setting
 @given(st.integers(0, 9), st.booleans(), st.booleans(), st.integers(0, 2**31))
 def test_weights_and_their_gradients_equal_autograd(settings, t: int, has_bias: bool, special: bool, seed: int):
@@ -165,6 +166,7 @@ def test_a_row_of_the_row_invariant_gate_has_the_same_bits_among_any_others(sett
     torch.testing.assert_close(together[2], gate(x, w, bias, *settings)[2])
 
 
+@pytest.mark.one_case
 @every_setting
 def test_the_operators_are_well_formed(settings):
     x, w, bias = tensor(5, D), tensor(E, D), tensor(E)

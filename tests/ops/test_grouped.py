@@ -218,6 +218,7 @@ def checks(fmt: str):
     return "ALL" if fmt == "int8" else WITHOUT_ALLCLOSE
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @every_format
 @pytest.mark.parametrize("counts", [[3, 0, 4], [7], [0]], ids=str)
@@ -226,6 +227,7 @@ def test_grouped_matmul_nt_is_a_well_formed_operator(fmt, counts):
     torch.library.opcheck(grouped_matmul_nt.overload, (*a, *b, ends(counts), torch.bfloat16), test_utils=checks(fmt))
 
 
+@pytest.mark.one_case
 @every_format
 def test_grouped_matmul_nt_takes_transposed_weights_as_a_well_formed_operator(fmt):
     b, b_scale, _ = operand(2, 130, 5, fmt=fmt, block=BLOCK)
@@ -233,6 +235,7 @@ def test_grouped_matmul_nt_takes_transposed_weights_as_a_well_formed_operator(fm
     torch.library.opcheck(grouped_matmul_nt.overload, arguments, test_utils=checks(fmt))
 
 
+@pytest.mark.one_case
 @every_format
 def test_masked_grouped_matmul_nt_is_a_well_formed_operator(fmt):
     a, b = operand(2, 6, 130, fmt=fmt), operand(2, 5, 130, fmt=fmt, block=BLOCK)
@@ -249,6 +252,7 @@ def test_grouped_wgrad_is_a_well_formed_operator(fmt, counts):
     torch.library.opcheck(grouped_wgrad.overload, (*dy, *x, ends(counts), torch.float32), test_utils=checks(fmt))
 
 
+@pytest.mark.one_case
 @every_format
 def test_the_out_variants_are_well_formed_operators(fmt):
     a, b = operand(9, 130, fmt=fmt), operand(2, 5, 130, fmt=fmt, block=BLOCK)

@@ -19,6 +19,7 @@ ENDS = torch.tensor([3, 3, 8], dtype=torch.int32)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("channels", [13, 16])

@@ -243,6 +243,7 @@ def test_meta_tensors_give_meta_tensors():
     assert (product.device.type, product.shape, product.dtype) == ("meta", (5, 7), torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_gives_the_strides_of_the_eager_one():
     def scale(x):
         return quantize(x, *TILE, "e4m3", False)[1]
@@ -253,6 +254,7 @@ def test_a_compiled_graph_gives_the_strides_of_the_eager_one():
     assert found.stride() == expected.stride() == (1, 8)
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_writes_into_its_input():
     def step(out, *operands):
         matmul_nt_out(out, *operands, True)
@@ -265,6 +267,7 @@ def test_a_compiled_graph_writes_into_its_input():
     assert outs[1]._version > 0
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_may_write_into_its_intermediates():
     def step(*operands):
         out = torch.zeros(5, 7)

@@ -182,6 +182,7 @@ CALLS: dict[str, Any] = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", CALLS)
 def test_operators_are_well_formed(name: str):
     operator, arguments = CALLS[name]()
@@ -366,6 +367,7 @@ def test_many_matrices_are_transposed_only_where_that_is_asked_for(groups: list[
             assert_same(t, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_transposed", [True, False])
 def test_quantizing_many_matrices_is_a_well_formed_operator(groups: list[list[Tensor]], with_transposed: bool):
     weights = [w for group in groups for w in group]

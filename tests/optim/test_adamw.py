@@ -213,6 +213,7 @@ def test_closure_returns_its_loss():
     assert optimizer.step(loss) == 3.0
 
 
+@pytest.mark.one_case
 @ALL_FORMATS
 def test_fits_a_linear_map(formats):
     torch.manual_seed(0)
@@ -266,6 +267,7 @@ def test_param_groups_leave_an_empty_group_out():
     assert len(param_groups(nn.LayerNorm(4), 0.1)) == 1
 
 
+@pytest.mark.slow
 def test_an_optimizer_does_not_import_torchs_compiler():
     program = """
 import sys, torch

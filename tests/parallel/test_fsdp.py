@@ -11,6 +11,8 @@ from octile.recipe import Recipe
 from tests.parallel import fsdp_cases as cases
 from tests.worlds import Outcomes
 
+pytestmark = pytest.mark.slow  # two ranks of FSDP2 start for all of them
+
 WORKS = (
     *(cases.bits, cases.values, cases.training, cases.bf16, cases.accumulated, cases.recomputed, cases.unfused),
     *(cases.sparse_attention, cases.compiled, cases.fewer_bytes, cases.saved, cases.summary, cases.refused),

@@ -56,6 +56,7 @@ def noticed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {endings: (folder / "noticed").read_text() for endings, folder in folders.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "endings",
     EXPECTED,

@@ -19,6 +19,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_published_run_is_planned_within_15_percent_of_its_gpu_hours(capsys, folder):
     code, out, _ = call(capsys, "plan", "cluster", "--preset", "v3_671b", "--cluster", "h800_2048", "--json")
     found = json.loads(out)

@@ -26,6 +26,7 @@ def test_an_unknown_command_is_refused(capsys):
     )
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_is_drawn(capsys, folder, name):
     options = ("--schedule", name, "--stages", "2", "--micro-batches", "4", "--out", f"{name}.svg")
@@ -41,6 +42,7 @@ def test_a_path_with_brackets_is_printed_in_full(capsys, folder):
     assert "picture: new [/old].svg" in out
 
 
+@pytest.mark.slow
 def test_without_options_dualpipe_is_compared_with_the_others_in_80_columns(capsys, folder, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = call(capsys, "plan", "schedule")

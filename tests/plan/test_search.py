@@ -19,6 +19,7 @@ def found():
     return search(LITE, NODE, LIKE)
 
 
+@pytest.mark.slow
 def test_every_candidate_is_planned_or_ruled_out_with_a_reason(found):
     assert len(found.plans) + len(found.ruled_out) == len(list(candidates(LITE, NODE, LIKE)))
     assert all(no.reason for no in found.ruled_out)

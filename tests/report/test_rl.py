@@ -50,6 +50,7 @@ def test_it_has_no_curve_of_what_was_not_measured():
     assert "KL divergence" not in page
 
 
+@pytest.mark.slow
 def test_the_same_run_has_the_same_page(page):
     first, second = (render_rl_report("run", steps(), [], SUMMARY, {}) for _ in range(2))
     assert first == second

@@ -79,6 +79,7 @@ def test_the_same_run_has_the_same_bits(config, whole, tmp_path):
     assert_same_run(whole, loop.train(replace(config, out=tmp_path / "run"), False, silent_console()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(config, whole, tmp_path, after):
     out = tmp_path / "run"
@@ -200,6 +201,7 @@ def fail_in_step(monkeypatch, step: int, name: str, error: Exception) -> None:
     monkeypatch.setattr(loop.RLTrainer, "step", step_with_failure)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -226,6 +228,7 @@ def test_weights_of_a_part_of_a_step_are_not_saved(config, tmp_path, monkeypatch
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 4])
 def test_a_lack_of_memory_names_what_continues_the_run_with_less(config, whole, tmp_path, monkeypatch, step):
     out = tmp_path / "run"

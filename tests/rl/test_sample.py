@@ -42,6 +42,7 @@ def test_completions_are_in_the_order_of_their_groups_and_have_the_models_log_pr
         assert (len(c.tokens), c.is_ended) == (12, False)
 
 
+@pytest.mark.slow
 def test_an_end_of_text_token_ends_a_completion_and_is_one_of_its_tokens(model, tokenizer):
     seeds = sampling_seeds(0, 0, 6)
     whole = sample(model, tokenizer, {tokenizer.end}, seeds)

@@ -33,6 +33,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.flatten().view(torch.uint8).numpy().tobytes()
 
 
+@pytest.mark.slow
 def test_with_the_recipe_exact_all_log_probabilities_have_equal_bits_after_each_step(exact_folder, reward_file):
     trainer = make_trainer(exact_folder, reward_file)
     assert trainer.is_exact
@@ -46,6 +47,7 @@ def test_with_the_recipe_exact_all_log_probabilities_have_equal_bits_after_each_
         assert line["grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_with_another_recipe_the_differences_are_measured_and_can_be_corrected(usual_folder, reward_file):
     lines = [make_trainer(usual_folder, reward_file, importance_limit=limit).step() for limit in (None, 2.0)]
     assert all(0 < line["delta_mean"] <= line["delta_largest"] for line in lines)
@@ -159,6 +161,7 @@ def test_gradients_of_each_update_are_its_own_and_are_clipped(exact_folder, rewa
     assert 2 * alone == pytest.approx(second, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["exact_folder", "usual_folder"])
 def test_a_restored_trainer_repeats_the_steps_bit_for_bit(folder, reward_file, request):
     folder = request.getfixturevalue(folder)

@@ -51,6 +51,7 @@ def assert_equal(found: list[Agreement]) -> None:
     assert min(each.tokens for each in found) > 50
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -65,6 +66,7 @@ def test_log_probabilities_are_those_of_training(tokenizer, dtype, changes):
     assert stats.shared_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_latents_in_fp8_are_rounded_by_training_too(tokenizer, dtype):
     assert_equal(agreements(exact_model(dtype, FP8_LATENTS), tokenizer, cache_format="fp8")[0])
@@ -76,6 +78,7 @@ def test_a_cache_that_rounds_otherwise_is_noticed(tokenizer):
     assert found[1].kl > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_drafts", [1, 3])
 def test_drafts_change_nothing(tokenizer, n_drafts):
     found, stats = agreements(exact_model(), tokenizer, n_drafts=n_drafts)
@@ -98,6 +101,7 @@ def test_steps_that_are_launched_ahead_have_the_same_bits(tokenizer, dtype):
     assert stats.steps_ahead > stats.steps // 3
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("n_pages", "n_drafts"), [(64, 0), (64, 2), (5, 0)])
 def test_log_probabilities_of_prompts_are_those_of_training(tokenizer, n_pages, n_drafts):
     model, prompts = exact_model(), [text(60, n) for n in range(5)] if n_pages == 5 else PROMPTS[1:]
@@ -220,6 +224,7 @@ def mutate(monkeypatch: pytest.MonkeyPatch, where: str, module: object, operator
         monkeypatch.setattr(module, operator, mutated)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_an_operator_with_another_order_of_sums_is_found_where_it_is(monkeypatch, name):
     model = exact_model(intermediate_size=256)

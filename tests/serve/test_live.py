@@ -85,6 +85,7 @@ def test_under_autocast_parameters_in_float32_are_served_in_bfloat16(tokenizer):
     assert served.decoded == expected.tolist()
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("in_flight", get_args(InFlight))
 def test_each_token_in_flight_has_the_log_probability_of_the_weights_that_its_mark_names(tokenizer, in_flight):
     old, model = exact_model(), exact_model()

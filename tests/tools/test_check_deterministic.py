@@ -16,6 +16,7 @@ def deterministic(script, monkeypatch):
     return module
 
 
+@pytest.mark.slow
 def test_on_a_cpu_every_pair_is_bit_identical(deterministic, tmp_path, capsys):
     text = tmp_path / "text"
     text.mkdir()

@@ -3,6 +3,7 @@
 import pytest
 
 
+@pytest.mark.slow
 def test_a_count_without_a_preemption_fails(script, monkeypatch, capsys):
     options = ["tiny", "--device", "cpu", "--texts", "2", "--new-tokens", "2", "--pages", "20"]
     monkeypatch.setattr("sys.argv", ["count_equal_bits", *options])

@@ -66,6 +66,7 @@ def test_a_commit_that_is_not_there_is_an_error(stale, repository, monkeypatch):
         stale.find_records()
 
 
+@pytest.mark.slow
 def test_a_record_of_a_tree_with_changes_counts_from_its_commit(stale):
     """Its JSON has a + after the commit."""
     assert all(record.commit[-1] != "+" for record in stale.find_records())

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from octile.bench.goals import PREFILL
@@ -20,6 +21,7 @@ def test_each_batch_and_prompts_run_in_both_modes():
         assert shown == [f"{case}, {mode}" for case in (SMALL.name, *cases)]
 
 
+@pytest.mark.slow
 def test_a_step_runs_under_both_recipes():
     config = replace(preset("tiny"), device="cpu", batch_size=1, micro_batches=1, sequence_length=64, val_sequences=1)
     lines = [line for line in train("tiny", config, torch.device("cpu")) if not line.startswith(" ")]

@@ -67,6 +67,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Failur
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
 def test_torchs_executor_has_the_losses_of_octiles(failures, schedule: str):
     assert_passed(failures(2), schedule)

@@ -65,6 +65,7 @@ def test_the_variant_takes_no_more_registers():
     assert racecheck_all_lanes.difference((cubin(), CODE), (cubin(spill_bytes=8), CODE)) == "spill_bytes 0 → 8"
 
 
+@pytest.mark.slow
 def test_the_machine_code_of_a_kernel_and_of_its_variant(monkeypatch, tmp_path):
     monkeypatch.setenv("OCTILE_CACHE_DIR", str(tmp_path))
     pytest.importorskip("triton")
@@ -78,6 +79,7 @@ def test_the_machine_code_of_a_kernel_and_of_its_variant(monkeypatch, tmp_path):
     assert racecheck_all_lanes.difference(kernel, variant) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(build.compiler() is None, reason="the emulator needs a C++ compiler")
 @pytest.mark.parametrize(
     "options",

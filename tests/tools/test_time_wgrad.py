@@ -7,6 +7,7 @@ from tests.kernels.triton.conftest import dot_of_bfloat16, exact_conversions, gp
 from tools.time_wgrad import Shape, exact_product, launch, main, operands
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("tma", [False, True], ids=["pointers", "TMA"])
 @pytest.mark.usefixtures("gpu")
 def test_the_kernel_is_right_with_any_tile(tma: bool):

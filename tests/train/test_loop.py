@@ -61,6 +61,7 @@ def finished(text, tmp_path_factory):
 FILES = "config.json model/config.json model/tokenizer.json metrics.jsonl report.html sample.txt summary.json"
 
 
+@pytest.mark.slow
 def test_the_report_names_the_data_the_date_the_code_and_the_command(finished, text):
     summary = json.loads((finished[0] / "summary.json").read_text())
     command, date = RunFolder(finished[0]).read_config().full_command, summary["measured_on"]["date"]
@@ -351,6 +352,7 @@ def test_the_same_machine_is_not_warned_of(half, recwarn):
     assert not [warning for warning in recwarn if "computed with" in str(warning.message)]
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", ["metrics.jsonl", "telemetry.jsonl"])
 @pytest.mark.parametrize("damage", [b'{"step": 2, "lo', b"\xff\xfe\n", b"\0" * 100, b"[1]\n"], ids=repr)
@@ -617,6 +619,7 @@ def test_a_second_signal_of_another_kind_ends_a_run_within_a_step(text, tmp_path
     )
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_losses_and_weights(finished, text, tmp_path):
     straight, killed = finished[0], tmp_path / "killed"
     process = begin(text, killed)
@@ -716,6 +719,7 @@ def test_a_stop_after_a_checkpoint_does_not_write_it_again(text, tmp_path, monke
     assert saved == [2]
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("during", ["launch", "validate"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)

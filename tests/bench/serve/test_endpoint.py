@@ -38,6 +38,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.train([inspect.getsource(inspect)], MICRO.vocab_size)
 
 
+@pytest.mark.slow
 def test_rows_of_a_miniature_model(tokenizer, tmp_path, monkeypatch):
     save(DeepseekV3(MICRO), tmp_path, weights="fp8")
     tokenizer.save(tmp_path)

@@ -10,6 +10,7 @@ from tests.bench.serve.rank_case import measure
 from tests.worlds import start_ranks
 
 
+@pytest.mark.slow
 def test_rows_of_a_miniature_model(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -54,6 +54,7 @@ def test_a_quantized_parameter_takes_at_most_1_05_bytes_on_disk():
     assert checkpoint_bytes().value <= 1.05
 
 
+@pytest.mark.slow
 def test_models_of_the_dense_decoder_are_compared():
     rows = list(step.dense(SIZES, "cpu", time.monotonic()))
     compared = {(row.what, row.against.peer) for row in rows if row.against}

@@ -36,6 +36,7 @@ def sleepers(**naps: float) -> list[Candidate]:
     return [Candidate(name, "", sleeper, (seconds,)) for name, seconds in naps.items()]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_octile_trains_with_its_own_loop(run, monkeypatch):
     monkeypatch.setattr(train, "ROUNDS", 3)

@@ -361,6 +361,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit)
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_tensors(tmp_path, hf_folder):
     for name, rows in (("small", 2048), ("large", 2048 * 20)):
         tensors = {"a_proj.weight": torch.randn(rows, 512).bfloat16(), "other": torch.ones(rows, 512)}

@@ -24,6 +24,7 @@ from octile.models.deepseek_v3 import DeepseekV3
 SPARSE = replace(ModelConfig.tiny(), index_n_heads=4, index_head_dim=64, index_topk=64)
 
 
+@pytest.mark.slow
 def test_deepseek_v3_has_about_700_gb_in_fp8():
     prediction = predict_size(ModelConfig.v3_671b(), "fp8")
     assert prediction.nbytes == pytest.approx(688.6e9, rel=1e-3)  # total_size of the published weights
@@ -31,6 +32,7 @@ def test_deepseek_v3_has_about_700_gb_in_fp8():
     assert prediction.share.parameter_share > 0.99
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("config", [ModelConfig.tiny(), SPARSE], ids=["dense", "sparse"])
 @pytest.mark.parametrize("to", ["fp8", "bf16"])
 def test_the_prediction_is_what_save_writes(tmp_path, to, config):
@@ -94,6 +96,7 @@ MODELS = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", MODELS)
 def test_a_configuration_of_another_architecture_has_the_size_of_its_weights(tmp_path, name):
     AutoModelForCausalLM.from_config(MODELS[name], dtype=torch.bfloat16).save_pretrained(tmp_path / "whole")
@@ -244,6 +247,7 @@ WRONG_KEYS_OF_ANY_MODEL = [
 WRONG_KEYS += [("other", changes, message) for changes, message in WRONG_KEYS_OF_ANY_MODEL]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("kind", "changes", "message"), WRONG_KEYS)
 @pytest.mark.parametrize("work", ["predict", "convert"])
 def test_a_wrong_key_is_refused_where_there_are_weights(

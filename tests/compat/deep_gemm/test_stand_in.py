@@ -136,6 +136,7 @@ def test_the_python_of_a_checkout_is_used_where_it_is_given(checkout):
     assert hello() == "theirs"
 
 
+@pytest.mark.slow
 def test_a_script_of_a_checkout_runs_on_octile(checkout):
     """In a process of its own, with the modules next to it and its arguments."""
     program = "import runpy; runpy.run_module('octile.compat.deep_gemm', run_name='__main__', alter_sys=True)"

@@ -199,6 +199,7 @@ def test_the_arguments_fit_otherwise(function: str):
     assert not torch.equal(arguments["d"], before)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("function", "name", "how"), CASES)
 def test_d_is_unchanged(function: str, name: str, how: Change):
     arguments = change(FITTING[function](), **{name: how})

@@ -239,6 +239,7 @@ def test_a_kernel_that_does_not_wait_for_the_previous_one_is_found(fault: int, m
     depend(fault, 0, previous=False)
 
 
+@pytest.mark.slow
 def test_a_busy_loop_is_ended() -> None:
     spin = 'extern "C" __global__ void spin(volatile int* flag) { while (!*flag) {} }\n'
     flag = torch.zeros(1, dtype=torch.int32)

@@ -255,6 +255,7 @@ def multiply(
     return out
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("a_type", "b_type", "n"),
     [("e4m3", "e4m3", 256), ("e5m2", "e4m3", 152), ("f16", "f16", 8), ("bf16", "bf16", 8), ("tf32", "tf32", 8)],

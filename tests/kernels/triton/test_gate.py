@@ -130,6 +130,7 @@ def test_strides_of_logits_do_not_matter():
     assert_same(kernel.launch(logits, bias, *settings, E)[:2], expected[:2])
 
 
+@pytest.mark.one_case
 @pytest.mark.each_pair
 @any_gpu
 @every_setting

@@ -11,6 +11,7 @@ pytestmark = [pytest.mark.usefixtures("gpu"), any_gpu]
 ELEMENTS = GRADIENT_NORMS["ELEMENTS"]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("dtypes", [[torch.float32], [torch.bfloat16], [torch.float32, torch.bfloat16]], ids=str)
 @pytest.mark.parametrize("sizes", [[1], [ELEMENTS], [3, 0, 2 * ELEMENTS + 5, 1], [*range(30)]], ids=len)
 def test_they_equal_exact_norms(sizes: list[int], dtypes: list[torch.dtype]):
@@ -20,6 +21,7 @@ def test_they_equal_exact_norms(sizes: list[int], dtypes: list[torch.dtype]):
     torch.testing.assert_close(kernel.launch(gradients).double(), expected, rtol=2.0**-20, atol=0)
 
 
+@pytest.mark.slow
 def test_a_tensor_with_more_partial_sums_than_a_program_adds_at_a_time(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(GRADIENT_NORMS, "ELEMENTS", 2)
     sizes = [5, 4 * GRADIENT_NORMS_SUM["ELEMENTS"] + 3, 1]

@@ -53,6 +53,7 @@ def _assert_close(out: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(out / size, expected / size, rtol=0, atol=1e-5)
 
 
+@pytest.mark.one_case
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("ends", OFFSETS.values(), ids=OFFSETS.keys())
 def test_grouped(ends: list[int]):
@@ -100,6 +101,7 @@ def test_wgrad(ends: list[int]):
     assert not out[empty].any(), "groups without rows must be zero"
 
 
+@pytest.mark.one_case
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("block", [(T, None), BLOCK, (32, 1)], ids=["one scale a tensor", "blocks", "MX"])
 @pytest.mark.parametrize("fmt", ["e4m3", "int8"])
@@ -129,6 +131,7 @@ def test_wgrad_of_no_tokens():
     assert torch.equal(out, torch.zeros(2, N, 50))
 
 
+@pytest.mark.one_case
 @pytest.mark.each_pair
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("ends", OFFSETS.values(), ids=OFFSETS.keys())

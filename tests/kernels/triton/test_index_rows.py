@@ -11,6 +11,7 @@ from tests.kernels.triton.comparison import assert_same, finite
 pytestmark = pytest.mark.usefixtures("gpu")
 
 
+@pytest.mark.one_case
 @pytest.mark.each_pair
 @pytest.mark.parametrize(("width", "rotary"), [(2, 2), (16, 0), (32, 8), (64, 64), (128, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

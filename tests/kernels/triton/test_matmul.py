@@ -46,6 +46,7 @@ def test_formats(formats: tuple[str, str]):
     _assert_agrees(_operand(5, 200, (1, 128), formats[0]), _operand(40, 200, (128, 128), formats[1]))
 
 
+@pytest.mark.one_case
 @pytest.mark.each_pair
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("b_block", [(1, 128), (128, 128), (1, 300), (150, 300), (64, 64), (1, 32)])

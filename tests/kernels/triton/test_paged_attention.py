@@ -23,6 +23,7 @@ def queries(heads: int, width: int, dtype: torch.dtype = torch.float32) -> Tenso
     return torch.randn(5, heads, width, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @pytest.mark.parametrize("sizes", [(3, 40, 8), (16, 96, 32), (40, 136, 6)], ids=str)
 @every_cache
@@ -45,6 +46,7 @@ def test_the_weights_of_bf16_queries_are_rounded_once():
     assert ((found - expected).abs() <= 2**-9 * largest + 2**-7 * expected.abs()).all()
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @every_cache
 @pytest.mark.parametrize("part", [64, 128, 256])
@@ -56,6 +58,7 @@ def test_parts_of_rows_have_the_references_values(cache_dtype: torch.dtype, part
     )
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @pytest.mark.usefixtures("new_memory_is_nan")
 @every_cache
@@ -74,6 +77,7 @@ def test_a_row_of_parts_does_not_depend_on_other_rows(
         assert torch.equal(alone[0], together[row])
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @pytest.mark.usefixtures("new_memory_is_nan")
 @pytest.mark.parametrize("gpu", EVERY_GPU, indirect=True)
@@ -135,6 +139,7 @@ def put_nan(cache: Tensor, page: int, place: int, c: int) -> None:
         cache[page, place, c - 1] = torch.nan
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @pytest.mark.usefixtures("new_memory_is_nan")
 @every_cache
@@ -150,6 +155,7 @@ def test_a_nan_in_one_position_of_a_text_makes_its_row_nan(cache_dtype: torch.dt
     assert torch.equal(found[:4], before[:4])
 
 
+@pytest.mark.one_case
 @any_gpu
 @pytest.mark.usefixtures("new_memory_is_nan")
 @pytest.mark.parametrize("n_splits", [1, 2, 7])

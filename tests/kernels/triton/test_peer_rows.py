@@ -62,6 +62,7 @@ def test_each_rank_numbers_the_experts_of_all_tokens(world: int):
         assert torch.equal(found, ranks.expected_local_experts(rank))
 
 
+@pytest.mark.one_case
 @every_world
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 160), (torch.bfloat16, 7), (torch.bfloat16, 2056)])
 def test_rows_arrive_where_their_experts_are(world: int, dtype: torch.dtype, width: int):

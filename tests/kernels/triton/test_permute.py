@@ -20,6 +20,7 @@ def _row_ids(t: int, k: int) -> Tensor:
     return torch.randperm(t * k, generator=torch.Generator().manual_seed(0)).view(t, k).to(torch.int32)
 
 
+@pytest.mark.one_case
 @every_shape
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "int8"])
 def test_permute_moves_rows(shape: tuple[int, int, int], fmt: str):
@@ -29,6 +30,7 @@ def test_permute_moves_rows(shape: tuple[int, int, int], fmt: str):
     assert_same(kernel.launch(*tiles, row_ids, order), permute(*tiles, row_ids, order))
 
 
+@pytest.mark.one_case
 @every_shape
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("added", [True, False], ids=["added", ""])
@@ -38,6 +40,7 @@ def test_unpermute_sums_the_rows_of_a_token(shape: tuple[int, int, int], dtype: 
     assert_same([kernel.launch_back(y, row_ids, add)], [unpermute(y, row_ids, add)])
 
 
+@pytest.mark.one_case
 @pytest.mark.each_pair
 @every_shape
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -49,6 +52,7 @@ def test_unpermute_sums_weighted_rows(shape: tuple[int, int, int], dtype: torch.
     assert_same([kernel.launch_back(y, row_ids, add, weight)], [unpermute(y, row_ids, add, weight)])
 
 
+@pytest.mark.one_case
 @every_shape
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_sums_are_added_to_rows(shape: tuple[int, int, int], dtype: torch.dtype):

@@ -83,6 +83,7 @@ def test_empty_tensors(shape: tuple[int, ...]):
     _assert_same(torch.empty(shape), (1, 128), "e4m3")
 
 
+@pytest.mark.one_case
 @pytest.mark.each_pair
 @every_format
 @pytest.mark.parametrize("block", [(1, 128), (128, 1), (128, 128), (3, 7)])

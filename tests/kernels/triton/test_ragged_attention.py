@@ -11,6 +11,7 @@ SCALE = 0.3
 TEXTS = ((70, 70), (1, 65), (3, 3), (33, 200), (64, 64))  # rows and keys
 
 
+@pytest.mark.one_case
 @pytest.mark.each_pair
 @pytest.mark.parametrize("sizes", [(2, 24, 16), (3, 192, 128), (1, 16, 16), (2, 40, 33), (1, 260, 300)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -36,6 +36,7 @@ def assert_chosen(given):
     assert kernel.launch(*given, FIXED_POINT).tolist() == sample_tokens(*given).tolist()
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     "how",
@@ -80,6 +81,7 @@ TOP_P = st.sampled_from([1e-10, 0.1, 0.5, 0.9, 1 - 2**-40, 1.0])
 MIN_P = st.sampled_from([0.0, 1e-12, 0.05, 1.0])
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(
     seed=st.integers(0, 2**31),

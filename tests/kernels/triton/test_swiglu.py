@@ -105,6 +105,7 @@ def test_backward(shape: tuple[int, ...], weighted: bool):
     assert_same(found[4:6], quantize_rows_and_columns(h, "e4m3", not power_of_2)[2:])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("fmt", ["e5m2", "int8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_other_dtypes(fmt: str, dtype: torch.dtype):
@@ -114,6 +115,7 @@ def test_other_dtypes(fmt: str, dtype: torch.dtype):
     _assert_close(*_backward(dh, gate, up, torch.rand(20), h_fmt=fmt))
 
 
+@pytest.mark.one_case
 @pytest.mark.each_pair
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "int8"])
 @pytest.mark.parametrize("shape", [(130, 256), (5, 128), (0, 128)], ids=str)
@@ -123,6 +125,7 @@ def test_backward_from_saved_inputs(fmt: str, shape: tuple[int, int]):
     _assert_close(*_backward(dh, *saved, torch.rand(shape[0]), scales=tuple(saved_scale)))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("is_saved", [False, True], ids=["", "saved"])
 def test_backward_of_groups(is_saved: bool):
     dh, gate, up = _inputs((300, 128))
@@ -139,6 +142,7 @@ def test_backward_of_groups(is_saved: bool):
     assert_same([*found[:2], found[6]], [*without_groups[:2], without_groups[6]])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("is_grouped", [False, True], ids=["", "groups"])
 def test_h_in_blocks(is_grouped: bool):
     dh, gate, up = _inputs((140, 256))

@@ -46,6 +46,7 @@ def interpreter():
         yield
 
 
+@pytest.mark.one_case
 @pytest.mark.each_pair
 @pytest.mark.parametrize(("arch", "a_dtype", "b_dtype"), ROWS)
 @pytest.mark.parametrize("make", [normal, random_bits])
@@ -65,6 +66,7 @@ def test_terms_can_be_truncated_downward(interpreter):
     assert same_bits(launched(a, b, torch.zeros(3, 5), how), sum_products(a, b, torch.zeros(3, 5), how))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("promote", "scaled"), [(True, False), (True, True), (False, True)])
 def test_promotion_and_rescaling_equal_the_vectorized_form(interpreter, promote, scaled):
     row = find_instruction("sm_90", E4M3, E4M3)

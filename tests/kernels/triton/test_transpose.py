@@ -56,6 +56,7 @@ def test_rows_and_columns_of_parts():
     assert_same(found, reference.quantize_joined_rows_and_columns(parts, "e4m3", True))
 
 
+@pytest.mark.one_case
 @hopper
 @every_operator
 @pytest.mark.parametrize("shape", [(130, 200), (128, 128), (1, 5), (2, 140, 208), (0, 128), (5, 0)], ids=str)
@@ -63,6 +64,7 @@ def test_any_shape(operator, shape: tuple[int, ...]):
     operator(_ordinary(shape), False)
 
 
+@pytest.mark.one_case
 @hopper
 @every_operator
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -71,6 +73,7 @@ def test_half_precision_and_strides(operator, k: int, dtype: torch.dtype):
     operator(torch.randn(2, k, 32).to(dtype)[..., 16:].mT, True)
 
 
+@pytest.mark.one_case
 @every_format
 @every_operator
 @both_scales
@@ -78,6 +81,7 @@ def test_magnitudes_of_all_of_fp32(operator, fmt: str, power_of_2: bool):
     operator(extreme(20, 160), power_of_2, fmt)
 
 
+@pytest.mark.one_case
 @pytest.mark.each_pair
 @every_format
 @every_operator
@@ -88,6 +92,7 @@ def test_nan_and_inf_stay_visible(operator, fmt: str, power_of_2: bool):
     operator(x, power_of_2, fmt)
 
 
+@pytest.mark.one_case
 @every_format
 @both_scales
 @pytest.mark.parametrize("shape", [(130, 200), (5, 8)], ids=str)
@@ -111,12 +116,14 @@ def _groups(k: int, power_of_2: bool, fmt: str) -> None:
             assert_same(found, reference.requantize_transposed(data, scale, *settings))
 
 
+@pytest.mark.slow
 @hopper
 @both_scales
 def test_groups(power_of_2: bool):
     _groups(200, power_of_2, "e4m3")
 
 
+@pytest.mark.one_case
 @every_format
 def test_groups_in_every_format(fmt: str):
     _groups(9, True, fmt)

@@ -41,6 +41,7 @@ def page(drawn):
     return drawn[0]
 
 
+@pytest.mark.slow
 def test_a_page_needs_no_network(page):
     assert all(address.startswith("#") for address in page.loads)
 

@@ -261,6 +261,7 @@ def test_the_risk_of_an_expert_is_in_the_row_of_its_layer():
     assert preflight.heat_of([predicted()]) == Heat(["model.layers.0.e"], ["wgrad"], [[10.0]])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("width", [PHONE, WIDE])
 @pytest.mark.parametrize("lowest", [19.5, 5.0, -60.0, 30.0])
 def test_the_label_of_the_band_is_within_it_and_off_the_dotted_line(width, lowest):

@@ -58,6 +58,7 @@ def test_the_wgmma_kernel_equals_the_emulated_tensor_core(case):
     assert same_bits(d, modeled(a, b, c, case.instruction))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("case", [c for c in cases() if c.steps == 4], ids=str)
 def test_the_kernels_compile_for_hopper(case):
     pytest.importorskip("cuda.bindings.nvrtc")

@@ -34,6 +34,7 @@ def emulated(p: GemmRequest) -> int:
     return config.split_k
 
 
+@pytest.mark.one_case
 @pytest.mark.skipif(build.compiler() is None, reason="the emulator needs a C++ compiler")
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_the_kernel_equals_the_model(case):

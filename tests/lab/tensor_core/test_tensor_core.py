@@ -39,6 +39,7 @@ def accumulators(shape, seed):
     return c * torch.randint(0, 4, shape, generator=generator).clamp(max=1)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("arch", "a_dtype", "b_dtype"), ROWS)
 def test_every_implementation_equals_the_specification(form, arch, a_dtype, b_dtype):

@@ -257,6 +257,7 @@ def some_gradients_of_experts(recipe: Recipe) -> tuple[Tensor, Tensor, Tensor, t
     return x, dy, expert_T, gradients_of_experts(recipe, x, dy, expert_T)
 
 
+@pytest.mark.one_case
 @every_fused
 @given(value=st.sampled_from([1e3, -1e20, float("inf"), float("nan")]), of_dy=st.booleans(), data=st.data())
 @settings(max_examples=20)
@@ -271,6 +272,7 @@ def test_no_value_of_an_expert_changes_another_experts_gradients(recipe, value, 
         assert not torch.equal(found, before)  # a NaN in it is unequal to itself, too
 
 
+@pytest.mark.one_case
 @every_fused
 def test_the_gradients_of_an_expert_are_those_of_the_expert_alone(recipe):
     generator = torch.Generator().manual_seed(4)
@@ -283,6 +285,7 @@ def test_the_gradients_of_an_expert_are_those_of_the_expert_alone(recipe):
             assert torch.equal(found[expert], alone[expert])
 
 
+@pytest.mark.one_case
 @every_fused
 @pytest.mark.parametrize("shared", [0, 128, 100])
 def test_a_mixture_approximates_the_exact_one(recipe, shared):
@@ -460,6 +463,7 @@ def test_layers_of_different_recipes_are_not_fused():
 # Experts whose rows another library has sorted
 
 
+@pytest.mark.one_case
 @every_fused
 @settings(max_examples=5, deadline=None)
 @given(counts=st.lists(st.sampled_from([0, 1, 37, 128, 200]), min_size=3, max_size=3))

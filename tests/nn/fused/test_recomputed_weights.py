@@ -172,6 +172,7 @@ def test_frozen_weights_are_quantized_once_for_all_steps(name: str, monkeypatch:
     assert len(set(quantized)) == sum(p.dim() > 1 for p in module.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["MoE", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("Linear", "MLP"))])
 def test_a_compiled_module_has_the_same_results(name: str):
     module = make(name, RECOMPUTED)

@@ -54,6 +54,7 @@ def test_a_rank_runs_its_actions_one_after_the_other_for_their_times(schedule, c
         assert all(span.end - span.start == costs.of(span.action) for span in row)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", SCHEDULES)
 @given(st.data())
 def test_the_bubble_is_that_of_the_formula(name, data):
@@ -70,6 +71,7 @@ def test_the_bubble_is_that_of_the_formula(name, data):
     assert simulate(kind.make(stages, micro_batches), given).bubble == kind.bubble(stages, given)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", SCHEDULES)
 @given(st.data())
 def test_the_activations_are_those_of_the_formula(name, data):

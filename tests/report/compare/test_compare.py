@@ -135,6 +135,7 @@ def page(tmp_path_factory):
     return read_page(write_compare_report(tmp_path_factory.mktemp("compared"), result))
 
 
+@pytest.mark.slow
 def test_the_page_loads_nothing(page):
     assert all(address.startswith(("#", "data:")) for address in page.loads)
     assert not {"script", "link", "iframe", "img"} & set(page.tags)
@@ -159,12 +160,14 @@ def test_labels_stand_at_the_curves(page):
     }
 
 
+@pytest.mark.slow
 def test_the_same_result_gives_the_same_page(tmp_path):
     result = compared(curve("deepseek_v3", 3.003))
     first = write_compare_report(tmp_path, result).read_bytes()
     assert write_compare_report(tmp_path, result).read_bytes() == first
 
 
+@pytest.mark.one_case
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     "recipes",
@@ -180,6 +183,7 @@ def test_incomplete_results_get_a_page(tmp_path, recipes):
     assert write_compare_report(tmp_path, compared(*recipes)).exists()
 
 
+@pytest.mark.slow
 def test_a_name_with_html_is_escaped(tmp_path):
     page = read_page(write_compare_report(tmp_path, compared(curve("<script>1</script>", 3.0))))
     assert "script" not in page.tags

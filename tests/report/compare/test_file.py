@@ -70,6 +70,7 @@ def test_an_unknown_speed_is_null_in_the_file_and_a_dash_on_the_page(tmp_path):
     assert [row["speed"] for row in outcome_rows(read)] == ["6,000", "6,000", "–"]
 
 
+@pytest.mark.slow
 def test_a_file_of_an_earlier_version_is_read(tmp_path):
     content = json.loads(gzip.decompress(EXPERIMENT.read_bytes()))
     for name in ("bf16_more_seeds", "gradients", "measured_on", "outcome", "recipe_files", "tokens"):

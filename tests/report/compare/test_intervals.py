@@ -54,12 +54,14 @@ def test_students_interval_contains_the_mean_in_95_percent_of_repetitions(n):
     assert share == pytest.approx(0.95, abs=0.012)  # 3.5 standard errors of the simulation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [6, pytest.param(128, marks=pytest.mark.exhaustive)])
 def test_the_bootstrap_contains_the_mean_in_about_95_percent_of_repetitions(n):
     draw = np.random.default_rng(n)
     assert coverage(bootstrap_interval, lambda n: draw.normal(size=n), n, 200) == pytest.approx(0.95, abs=0.04)
 
 
+@pytest.mark.slow
 def test_the_bootstrap_contains_the_mean_of_skewed_samples():
     draw = np.random.default_rng(0)
     share = coverage(bootstrap_interval, lambda n: draw.exponential(size=n) - 1, 128, 200)

@@ -58,6 +58,7 @@ def test_the_page_contains_the_measurements(uneven_page, words):
     assert words in uneven_page.words
 
 
+@pytest.mark.slow
 def test_the_passage_is_colored_by_the_loss_of_each_token(page):
     tokens = [(a["title"], a["style"]) for tag, a in page.elements if tag == "span" and "title" in a]
     assert [title for title, _ in tokens] == ["+0.25 nats", "−0.50 nats"]
@@ -100,6 +101,7 @@ def test_the_texts_of_figures_do_not_touch(drawn):
     assert drawn[1] == []
 
 
+@pytest.mark.slow
 def test_the_texts_of_a_recorded_comparison_s_figures_do_not_touch(tmp_path, monkeypatch):
     (tmp_path / "compare.json").write_bytes(gzip.decompress(EXPERIMENT.read_bytes()))
     found = faults_of_pages(monkeypatch)
@@ -107,6 +109,7 @@ def test_the_texts_of_a_recorded_comparison_s_figures_do_not_touch(tmp_path, mon
     assert found == []
 
 
+@pytest.mark.slow
 def test_a_wide_name_of_a_token_leaves_room_for_the_axis_label(tmp_path, monkeypatch):
     found, result = faults_of_pages(monkeypatch), complete_result()
     wide = replace(result.tokens[0].worst[0], name=30 * "W", count=1_000_000)
@@ -115,12 +118,14 @@ def test_a_wide_name_of_a_token_leaves_room_for_the_axis_label(tmp_path, monkeyp
     assert found == []
 
 
+@pytest.mark.slow
 def test_zeros_have_no_sign(tmp_path):
     equal = curve("deepseek_v3", 2.99999)
     page = read_page(write_compare_report(tmp_path, replace(complete_result(), recipes=(equal,))))
     assert signed_zeros(page.words) == []
 
 
+@pytest.mark.slow
 def test_a_figure_without_points_is_not_drawn(tmp_path):
     result = complete_result()
     check = GradientCheck("deepseek_v3", 0, 3, (WeightGradient("lm_head.weight", math.nan, math.nan, 1.0),))
@@ -165,6 +170,7 @@ def test_lines_do_not_run_through_the_names_of_outcomes(width):
     assert min(text.get_zorder() for text in axes.texts) > max(behind)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("width", [PHONE, WIDE])
 @pytest.mark.parametrize("recipes", [1, 15, 40])
 def test_the_labels_of_many_curves_stay_beside_the_axes(width, recipes):

@@ -202,6 +202,7 @@ def test_a_full_disk_leaves_the_old_page_and_is_named(make_run, full_disk):
     assert not list(run.glob("*.partial"))
 
 
+@pytest.mark.one_case
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     "metrics",
@@ -355,6 +356,7 @@ def many_experts(step):
     return experts(step, **{f"L{layer}": [100 + 3 * e for e in range(64)] for layer in range(3, 61)})
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "metrics",
     [complete_run(), [training(step, lr=0.0) for step in range(1, 30)], [training(1), many_experts(1), tile_scales(1)]],

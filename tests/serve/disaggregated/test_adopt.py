@@ -77,6 +77,7 @@ def sparse_model() -> DeepseekV3:
     return DeepseekV3(replace(sparse, max_position_embeddings=512, num_nextn_predict_layers=1))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("of", "n_drafts"), [("model", 0), ("model", 2), ("sparse_model", 1)])
 def test_the_text_is_that_of_one_engine(request, tokenizer, of, n_drafts):
     model = request.getfixturevalue(of)

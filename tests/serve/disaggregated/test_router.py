@@ -62,6 +62,7 @@ def finish(engine, n_requests: int) -> dict[int, str]:
     return texts
 
 
+@pytest.mark.slow
 def test_texts_are_those_of_one_process(router, folder, tokenizer):
     texts = ["def f(", "class Reader:", "import os\n" * 30, "#"]
     asked = [
@@ -166,6 +167,7 @@ def test_a_waiting_step_wakes(router):
     assert router.step() == []
 
 
+@pytest.mark.slow
 def test_a_pool_that_is_full_holds_prompts_back_and_loses_none(folder, tokenizer):
     page = 4 * MODEL.num_hidden_layers * 64 * (MODEL.kv_lora_rank + MODEL.qk_rope_head_dim)
     router = start(folder, ProcessesConfig(prefill=1, decode=1), EngineConfig(max_batch=2), gib=4 * page / 2**30)
@@ -282,6 +284,7 @@ def test_a_process_is_asked_again_if_the_router_was_stopped(clock):
         process.end()
 
 
+@pytest.mark.slow
 def test_a_router_that_nobody_closes_does_not_hold_the_exit(folder):
     script = f"""
 import multiprocessing

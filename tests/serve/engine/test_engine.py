@@ -38,6 +38,7 @@ def engine_of(tokenizer):
     return make
 
 
+@pytest.mark.one_case
 @pytest.mark.each_pair
 @pytest.mark.parametrize("max_ahead", [0, 4])
 @pytest.mark.parametrize("n_drafts", [0, 1, 3])
@@ -244,6 +245,7 @@ def extend(found, outputs):
         )
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n_drafts", [0, 2])
 @pytest.mark.parametrize("seed", range(1, 3))
 def test_log_probabilities_of_steps_launched_ahead_are_those_that_the_host_asks_for(engine_of, seed, n_drafts):
@@ -299,6 +301,7 @@ def test_alternatives_are_read_at_once(engine_of):
     assert runner.decode_steps == 0
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n_drafts", [0, 2])
 @pytest.mark.parametrize("limits", [{"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.2}], ids=str)
 def test_steps_of_truncated_sampling_are_launched_ahead(engine_of, limits, n_drafts):
@@ -596,6 +599,7 @@ PENALTIES = Sampling(
 )
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n_drafts", [0, 1, 3])
 def test_penalties_give_the_same_text_in_a_batch_with_drafts_and_preemption(engine_of, n_drafts):
     runner = FakeRunner(n_pages=20, scale=2.0, max_ahead=4, n_drafts=n_drafts)

@@ -40,6 +40,7 @@ def test_a_text_is_the_same_alone_in_a_batch_and_with_drafts(tokenizer, fp8):
     assert stats.drafted_tokens > 0
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @pytest.mark.parametrize("n_drafts", [0, 1, 3])
 @pytest.mark.parametrize("fp8", [False, True])
@@ -52,6 +53,7 @@ def test_a_text_is_the_same_where_steps_are_launched_ahead(tokenizer, fp8, n_dra
     assert (stats.drafted_tokens > 0) == (stats_ahead.drafted_tokens > 0) == (n_drafts > 0)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("max_ahead", [0, 4])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_a_text_is_the_same_where_passes_with_prompts_are_launched_ahead(tokenizer, batch_invariant, max_ahead):
@@ -68,6 +70,7 @@ def test_a_text_is_the_same_where_passes_with_prompts_are_launched_ahead(tokeniz
     assert engine.stats().steps_ahead > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_ahead", [0, 4])
 def test_a_text_is_the_same_with_any_number_of_drafts_in_each_step(tokenizer, monkeypatch, max_ahead):
     draw = random.Random(5)
@@ -93,6 +96,7 @@ def logprobs_of(tokenizer, fp8: bool, batch_invariant: bool, max_ahead: int) -> 
     return found[0] + found[2], engine.stats().steps_ahead
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_log_probabilities_are_the_same_where_steps_are_launched_ahead(tokenizer, monkeypatch, batch_invariant, fp8):

@@ -123,6 +123,7 @@ def test_texts_follow_a_grammar(tokenizer, grammar, pattern, n_drafts):
         assert re.fullmatch(pattern, text), text
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("n_drafts", [0, 1, 3])
 def test_texts_are_the_json_of_a_schema(tokenizer, n_drafts, temperature):
@@ -212,6 +213,7 @@ def test_a_text_that_is_no_schema_is_refused(schema, message):
         json_schema(schema)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("multiple", [0.01, 0.25, 5, 1.0, 1e-7, 99_999, 1.5e3])
 def test_common_multiples_are_followed(compiler, multiple):
     assert compiler.compile(json_schema({"type": "number", "multipleOf": multiple}))

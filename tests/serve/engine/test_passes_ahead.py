@@ -153,6 +153,7 @@ def passes_after_decode_steps(runner, monkeypatch):
     return found
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n_pages", [40, 24], ids=["roomy", "tight"])
 @pytest.mark.parametrize("seed", range(4))
 def test_requests_that_come_one_by_one_get_what_they_get_where_each_step_is_collected_at_once(
@@ -215,6 +216,7 @@ def random_run(engine, seed, ways, n_cancel=0, max_new=12, pause=3):
     return found
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("ways", [PLAIN, WAYS], ids=["plain", "mixed"])
 @pytest.mark.parametrize("seed", range(4))
 def test_each_request_gets_what_it_gets_where_each_pass_is_collected_at_once(engine_of, seed, ways):
@@ -226,6 +228,7 @@ def test_each_request_gets_what_it_gets_where_each_pass_is_collected_at_once(eng
     assert (stats.finished, stats.used_pages, stats.running, stats.waiting) == (30, 0, 0, 0)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("seed", range(4))
 def test_texts_that_were_preempted_are_the_same(engine_of, seed):
     expected = random_run(engine_of(ahead=False), seed, WAYS, max_new=40)

@@ -86,6 +86,7 @@ EACH = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("fields", EACH.values(), ids=EACH)
 def test_tokens_have_the_distribution_of_the_reference(fields):
     sampling = Sampling(**{"temperature": 1.0, **fields})

@@ -32,6 +32,7 @@ def expected_tokens(runner: FakeRunner, request: Request) -> list[int]:
     return tokens
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("in_flight", WAYS)
 @pytest.mark.parametrize(("n_drafts", "max_ahead"), [(0, 0), (0, 4), (2, 4), (1, 0)])
 def test_each_piece_of_a_text_is_that_of_the_weights_which_its_marks_name(engine_of, in_flight, n_drafts, max_ahead):

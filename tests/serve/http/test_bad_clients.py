@@ -44,6 +44,7 @@ def test_a_client_that_leaves_before_its_first_token(serve):
     wait_until(served.is_idle)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stream", "tokens"), [(False, 400), (True, 4000)], ids=["whole", "stream"])
 def test_a_client_that_does_not_read_holds_nobody_back_and_loses_its_connection(serve, monkeypatch, stream, tokens):
     monkeypatch.setattr(app, "WRITE_SECONDS", 0.2)
@@ -70,6 +71,7 @@ def test_a_client_that_does_not_read_holds_nobody_back_and_loses_its_connection(
     client.close()
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_slowly_gets_everything(serve):
     served = serve()
     body = {**COMPLETION, "stream": True, "n": 4, "logprobs": 1}
@@ -131,6 +133,7 @@ def test_a_client_that_sends_half_a_body(serve, monkeypatch):
     assert answers(served)
 
 
+@pytest.mark.slow
 def test_a_thousand_clients_at_once(serve, monkeypatch):
     if allow_files() < 2500:
         pytest.skip("the system allows this process too few open files for 1,000 clients and the server")

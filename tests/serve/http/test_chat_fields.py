@@ -64,6 +64,7 @@ def test_what_a_template_does_not_do_is_refused(chat, fields, message):
     assert caught.value.param == message.split()[0]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("fields", [{"documents": []}, {"reasoning_effort": "none"}, {"chat_template": None}])
 def test_what_changes_nothing_is_accepted(chat, fields):
     assert text_of(chat(V31, extra_body=fields)) == text_of(chat(V31))
@@ -224,6 +225,7 @@ def test_a_conversation_with_calls(chat, stream):
     assert (joined(answer, "content") if stream else text_of(answer)) == "Three."
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("parsers", "fields", "message"),
     [

@@ -142,6 +142,7 @@ def greedy(folder: Path, prompt: str, tokenizer: Tokenizer) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_a_trainer_in_another_process_sends_its_weights_and_a_folder_brings_the_old_ones_back(
     client, configured, tokenizer, tmp_path
 ):
@@ -176,6 +177,7 @@ def test_sigterm_lets_a_stream_end_and_then_the_process(client, process):
     assert error.splitlines()[-1] == "octile: terminated"
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -259,6 +261,7 @@ def test_an_address_that_this_machine_has_not_is_refused_in_one_line(folder, mon
         cli.main(["serve", str(folder), "--device", "cpu", "--host", "nowhere.invalid"])
 
 
+@pytest.mark.slow
 def test_it_ends_quietly_when_the_reader_of_its_output_ends(folder):
     server = start(folder)
     server.stdout.readline()
@@ -283,6 +286,7 @@ def apart(folder, request):
     server.communicate()
 
 
+@pytest.mark.slow
 def test_prefill_and_decode_processes_write_the_text_of_one_engine(apart, folder, tokenizer):
     server, client = apart
     stream = client.completions.create(model="micro", prompt="class A:", max_tokens=40, temperature=0, stream=True)

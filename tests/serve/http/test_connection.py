@@ -130,6 +130,7 @@ def test_a_single_byte_after_an_answer_does_not_keep_the_connection(hurried):
     client.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("header", [b"", b"Connection: close\r\n"], ids=["keep-alive", "close"])
 def test_a_connection_whose_last_answer_is_not_read_ends(hurried, monkeypatch, header):
     monkeypatch.setattr(hurried.service.metrics, "text", lambda accept: (b"a" * 10**8, "text/plain"))
@@ -250,6 +251,7 @@ def test_a_body_does_not_count_as_a_head(served):
     client.close()
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
 def test_a_client_that_ends_its_side_after_the_request_is_answered(serve, stream, version):

@@ -89,17 +89,20 @@ def end_twice(capfd) -> None:
     end()
 
 
+@pytest.mark.slow
 def test_it_imports_no_torch():
     imports = "octile.serve.http.worker, octile.serve.http.server, octile.serve.process.client, octile.tokenizer"
     program = f"import sys, {imports}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_the_process_of_the_engine_imports_no_fastapi():
     program = "import sys, octile.serve.http.serve_folder; sys.exit(not {'fastapi', 'uvicorn'}.isdisjoint(sys.modules))"
     assert run_python(program).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_requests_in_flight_are_answered_after_a_signal(tokenizer, saved, number):
     engine, answers = FakeEngine(tokenizer, step_seconds=0.01), []
@@ -256,6 +259,7 @@ def test_signals_of_the_whole_group_do_not_end_it_while_it_imports(monkeypatch, 
     assert blocked >> (number - 1) & 1
 
 
+@pytest.mark.slow
 def test_nothing_is_left_if_a_signal_comes_while_it_starts():
     program = """
 import os, signal

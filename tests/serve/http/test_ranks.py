@@ -185,6 +185,7 @@ def answered(folder, tmp_path_factory) -> Answered:
         return Answered(texts, counted, finish_reason, last_line, [rank.exitcode for rank in ranks])
 
 
+@pytest.mark.slow
 def test_clients_get_the_texts_of_one_process(answered, folder, tokenizer):
     assert answered.texts == [text_of_one_process(folder, tokenizer, seed) for seed in range(6)]
 

@@ -87,6 +87,7 @@ def test_a_response_without_text_has_an_item(respond, answer):
     assert response.output_text.strip() == ""
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("size", [1, 3, 1000], ids=["by characters", "by three", "at once"])
 def test_events_make_the_response(respond, size):
     answer = [WHOLE[i : i + size] for i in range(0, len(WHOLE), size)]
@@ -224,6 +225,7 @@ def test_a_response_repeats_its_tools(respond):
     assert (response.tools[0].name, response.tool_choice.name) == ("add", "add")
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
@@ -269,6 +271,7 @@ def test_what_is_not_supported_is_refused(respond, fields, param, message):
     assert caught.value.param == param
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "fields",
     [

@@ -245,6 +245,7 @@ def test_an_engine_that_fails_with_requests_in_flight_prints_nothing_of_signals(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_third_signal_ends_connections_that_are_not_read(serve, monkeypatch):
     monkeypatch.setattr("octile.serve.http.server.WRITE_SECONDS", 600.0)
     served = serve(Limits(drain=600.0, in_flight=200))

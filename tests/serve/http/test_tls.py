@@ -128,6 +128,7 @@ def test_an_answer_before_the_body_is_complete_is_read(serve, files, trusting):
     wait_until(lambda: not served.server.server_state.connections)
 
 
+@pytest.mark.slow
 def test_a_slow_client_gets_all_of_its_stream(serve, files, trusting):
     served = serve(tls=files)
     with connect(served, trusting, receive_buffer=4096) as client:

@@ -96,6 +96,7 @@ def assert_serves(served: Served, folder: Path, version: int) -> None:
     assert model["weights_version"] == version
 
 
+@pytest.mark.slow
 def test_after_an_update_all_is_that_of_the_new_weights_at_the_same_addresses(served, folders):
     weights = served.pair.server._updates._weights.weights
     addresses = [weights.embedding.data_ptr(), weights.blocks[1].mlp.down.data.data_ptr()]
@@ -116,6 +117,7 @@ def test_after_an_update_all_is_that_of_the_new_weights_at_the_same_addresses(se
     assert 'octile_http_responses_total{path="/update_weights_from_disk",status="200"} 2.0' in metrics
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("in_flight", get_args(InFlight))
 def test_requests_in_flight_end_or_go_on_as_the_trainer_chooses(served, folders, in_flight):
     with ThreadPoolExecutor(1) as pool:
@@ -136,6 +138,7 @@ def test_requests_in_flight_end_or_go_on_as_the_trainer_chooses(served, folders,
     assert_serves(served, folders[1], 1)
 
 
+@pytest.mark.slow
 def test_requests_that_wait_begin_with_the_new_weights(served, folders):
     with ThreadPoolExecutor(6) as pool:
         answers = [pool.submit(ask, served, max_tokens=120, seed=i) for i in range(4)]
@@ -196,6 +199,7 @@ def of_another_recipe(tmp_path: Path, folder: Path) -> Path:
     return copy
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -278,6 +282,7 @@ def test_one_of_two_updates_that_come_together_is_refused(served, folders):
     assert_serves(served, folders[statuses.index(200)], 1)
 
 
+@pytest.mark.slow
 def test_an_update_whose_client_leaves_before_it_is_written_is_canceled(served, folders):
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask, served, max_tokens=300)
@@ -337,6 +342,7 @@ def test_an_update_that_is_written_when_its_time_is_over_is_answered_when_it_end
     assert_serves(served, folders[1], 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_flight", [pytest.param("finish", marks=pytest.mark.exhaustive), "recompute"])
 def test_a_trainer_sends_its_weights(served, folders, in_flight):
     with ThreadPoolExecutor(1) as pool:
@@ -348,6 +354,7 @@ def test_a_trainer_sends_its_weights(served, folders, in_flight):
     assert_serves(served, folders[1], 1)
 
 
+@pytest.mark.slow
 def test_what_a_trainer_sends_is_checked_as_a_folder_is(served, folders, monkeypatch):
     model = octile.load(folders[1])
     with pytest.raises(PermissionError, match="answers 401: the weights key is not one of this server's"):
@@ -387,6 +394,7 @@ def layout(**fields) -> dict:
     return {"tensors": {"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16], **fields}}}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

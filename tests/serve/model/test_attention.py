@@ -80,6 +80,7 @@ def test_rows_that_fill_a_step_change_no_other_row_and_are_written_nowhere(confi
     torch.testing.assert_close(cached, of_rows, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.one_case
 @CONFIGS
 @FP8
 def test_the_bits_of_a_row_do_not_depend_on_others_in_batch_invariant_mode(config: ModelConfig, fp8: bool):

@@ -47,6 +47,7 @@ def rows(n: int) -> Tensor:
     return torch.randn(n, CONFIG.hidden_size, generator=torch.Generator().manual_seed(n))
 
 
+@pytest.mark.one_case
 @FP8
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("layer", [DENSE, MIXTURE])

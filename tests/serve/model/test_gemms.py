@@ -52,6 +52,7 @@ def test_a_product_in_given_memory_has_the_same_bits(fp8: bool, t: int, n: int, 
     assert torch.equal(out, GEMMS.nt(x, w))
 
 
+@pytest.mark.one_case
 @FP8
 @pytest.mark.parametrize("gemms", [GEMMS, INVARIANT], ids=["any", "invariant"])
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4), n=SIZES, k=SIZES)

@@ -41,6 +41,7 @@ def model() -> DeepseekV3:
     return new_model(fp8=False, config=SHARED)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("max_queries", [attention.MAX_QUERIES, 2**12], ids=["whole chunks", "in parts"])
 def test_texts_read_in_chunks_and_token_by_token_have_the_models_logits(
@@ -53,6 +54,7 @@ def test_texts_read_in_chunks_and_token_by_token_have_the_models_logits(
         assert error(logits, whole(model, text(LENGTHS[i], i))) < FP32_ERROR
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
 def test_a_batch_invariant_runner_has_the_same_bits_however_texts_are_read(fp8):
     runner = ModelRunner(new_model(fp8, config=SHARED), N_PAGES, batch_invariant=True)

@@ -118,6 +118,7 @@ def greedy_texts(model: DeepseekV3, tokenizer: Tokenizer, index_format: IndexFor
     return [request.tokens.tolist() for request in requests]
 
 
+@pytest.mark.slow
 def test_an_indexer_in_fp32_writes_the_texts_of_transformers(theirs, tokenizer):
     model, other = theirs
     settings = {"max_new_tokens": GREEDY_TOKENS, "do_sample": False, "eos_token_id": None}
@@ -169,6 +170,7 @@ def test_a_cache_in_fp8_changes_the_latents_that_are_read_and_not_the_choice():
         assert 1e-4 < error(logits, whole(model, text(LENGTHS[i], i))) < 2**-4
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
 @pytest.mark.parametrize("cache_format", ["float32", "fp8"])
 def test_a_batch_invariant_runner_has_the_same_bits_however_texts_are_read(fp8, cache_format):
@@ -276,6 +278,7 @@ def greedy() -> dict[int, list[int]]:
     return found
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("max_ahead", [0, 4])
 def test_a_text_is_the_greedy_one_of_whole_forward_passes(tokenizer, greedy, batch_invariant, max_ahead):
@@ -283,12 +286,14 @@ def test_a_text_is_the_greedy_one_of_whole_forward_passes(tokenizer, greedy, bat
     assert texts_of(tokenizer, [PROMPTS[i] for i in greedy], **options)[0] == [*greedy.values()]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("max_ahead", [0, 4])
 @pytest.mark.parametrize("n_drafts", [0, 2])
 def test_a_text_is_the_same_in_a_batch_with_drafts_and_launched_ahead(tokenizer, alone, n_drafts, max_ahead):
     assert texts_of(tokenizer, PROMPTS, n_drafts=n_drafts, max_ahead=max_ahead)[0] == [*map(alone, PROMPTS)]
 
 
+@pytest.mark.slow
 def test_a_text_is_the_same_where_it_was_preempted(tokenizer, alone):
     prompts = [text(50, n, MICRO.vocab_size) for n in range(3)]
     texts, stats = texts_of(tokenizer, prompts, n_pages=3)

@@ -3,6 +3,8 @@
 import atexit
 import gc
 
+import pytest
+
 from octile.serve.process.signals import freeze_loaded
 
 
@@ -25,6 +27,7 @@ def test_collections_leave_out_what_was_loaded_and_find_what_came_after():
         gc.unfreeze()
 
 
+@pytest.mark.slow
 def test_at_exit_extension_modules_find_nothing_that_is_left_out(monkeypatch):
     at_exit = []
     monkeypatch.setattr(atexit, "register", at_exit.append)

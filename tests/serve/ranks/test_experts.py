@@ -415,6 +415,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return Outcomes(tmp_path_factory, "spread-experts", WORKS)
 
 
+@pytest.mark.slow
 @each_work(WORKS)
 def test_two_ranks(outcomes: Outcomes, work):
     outcomes.assert_passed(work)

@@ -490,11 +490,13 @@ def outcomes_of_four(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return Outcomes(tmp_path_factory, name, OF_FOUR, ranks=4, further=FURTHER_OF_FOUR)
 
 
+@pytest.mark.slow
 @each_work(WORKS, FURTHER)
 def test_two_ranks(outcomes: Outcomes, work):
     outcomes.assert_passed(work)
 
 
+@pytest.mark.slow
 @each_work(OF_FOUR, FURTHER_OF_FOUR)
 def test_two_groups_of_two_ranks(outcomes_of_four: Outcomes, work):
     outcomes_of_four.assert_passed(work)

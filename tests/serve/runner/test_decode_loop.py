@@ -87,6 +87,7 @@ def test_no_step_with_drafts_continues_a_pass():
         runner.decode([request(1, [], source=0)], 0, chosen=torch.tensor([5]))
 
 
+@pytest.mark.slow
 def test_steps_leave_out_the_tokens_that_the_host_leaves_out():
     runner, prompts = new_runner()
     steps = [runner.decode([request(i, tokens[-1:], samplings=TRUNCATED) for i, tokens in enumerate(prompts)], 0)]
@@ -176,6 +177,7 @@ def test_a_request_continues_its_own_tokens_at_another_place():
     assert [row.chosen[0] for row in moved] == [expected[2][1], expected[0][1]]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n_accepted", [0, 1, 2])
 def test_drafts_are_accepted_up_to_the_first_that_is_not_chosen(n_accepted):
     expected = chosen_by_host(*new_runner(), 5)[1]
@@ -188,6 +190,7 @@ def test_drafts_are_accepted_up_to_the_first_that_is_not_chosen(n_accepted):
     assert second.accepted == count_accepted(first.drafts, expected[n_accepted + 1 :])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("counts", [(2, 1, 0, 2, 2), (0, 2, 1, 1, 2), (1, 0, 0, 0, 1)])
 def test_steps_of_other_numbers_of_drafts_choose_the_same_tokens(counts):
     expected = chosen_by_host(*new_runner(), 15)[1]
@@ -426,6 +429,7 @@ loop._launched.steps[0] = LaunchedStep()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ends_before", "printed"), [(True, "looks at the step\n"), (False, "")])
 def test_steps_are_looked_at_when_their_loop_ends_but_not_at_the_exit_of_the_interpreter(ends_before, printed):
     code = EXIT + "del loop\n" * ends_before

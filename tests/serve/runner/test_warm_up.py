@@ -45,6 +45,7 @@ TWO_LAYERS = replace(MODEL, num_hidden_layers=2)  # whose mixture stands for all
 STEP_TOKENS = 40  # of a step at most: a prompt of 30 or more begins in one step and continues in another
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("max_position", [2, 17, 64, 512])
 @pytest.mark.parametrize("max_step_tokens", [0, 1, 24, 300, 9000])
 def test_batches_fit_into_a_step_and_name_one_page(max_position: int, max_step_tokens: int):
@@ -317,6 +318,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return Outcomes(tmp_path_factory, "warm-up", WORKS)
 
 
+@pytest.mark.slow
 @each_work(WORKS)
 def test_two_ranks(outcomes: Outcomes, work):
     outcomes.assert_passed(work)

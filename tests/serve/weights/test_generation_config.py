@@ -77,6 +77,7 @@ def unended(plain):
     return tokens
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("file", [FILE, "config.json"])
 @pytest.mark.parametrize("form", [lambda token: token, lambda token: [1, 318, token]], ids=["one", "several"])
 def test_the_tokens_that_end_a_text_are_those_of_transformers(folder, tokenizer, unended, file, form):

@@ -74,6 +74,7 @@ def test_the_memory_of_a_run_is_free_before_the_next(text, tmp_path, monkeypatch
     assert len(models) == 3
 
 
+@pytest.mark.slow
 def test_every_run_starts_from_the_same_weights_on_the_same_batch(compared):
     result, _, _ = compared
     assert result.recipes[0].train_loss[0] == pytest.approx(result.bf16.train_loss[0], rel=1e-3)
@@ -236,6 +237,7 @@ def stopped(stopped_in_its_second_run, text, tmp_path):
     return shutil.copytree(text, source), shutil.copytree(out, tmp_path / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("at", "finished", "continued"),
     [

@@ -38,6 +38,7 @@ def test_fp8_changes_the_direction_of_the_gradient_a_little(new_trainer):
     assert 0.5 < check_gradients(new_trainer(recipe="deepseek_v3")).whole().degrees < 30
 
 
+@pytest.mark.one_case
 @every_recipe(further=STATELESS_RECIPES)
 def test_the_check_does_not_change_the_run(new_trainer, recipe):
     unchecked, checked = new_trainer(recipe=recipe), new_trainer(recipe=recipe)

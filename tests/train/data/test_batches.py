@@ -208,6 +208,7 @@ def test_closing_ends_the_thread_and_a_later_batch_starts_another():
     prepared.close()
 
 
+@pytest.mark.slow
 @given(asked=st.lists(st.tuples(st.integers(0, 40), st.sampled_from([(0, 1), (0, 3), (2, 3)])), max_size=30))
 def test_a_batch_does_not_depend_on_those_before(asked):
     """Windows of several steps are found together, and over several epochs."""

@@ -107,6 +107,7 @@ def test_one_line_names_the_entry_from_which_tokens_come(source, preparation, ca
     assert preparation.lines == [f"tokens from the cache ({entry})"]
 
 
+@pytest.mark.slow
 def test_losses_with_the_cache_are_those_without_it(text, tmp_path, cache):
     losses, shown = [], []
     for name in ("without", "with"):
@@ -167,6 +168,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_changed_text_is_a_new_entry(source, preparation, cache, change):
     preparation(source)

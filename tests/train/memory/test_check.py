@@ -25,6 +25,7 @@ def test_a_model_that_may_fit_is_accepted():
     check_memory(preset("tiny"), CPU)
 
 
+@pytest.mark.slow
 def test_the_medium_preset_fits_one_h200_with_room():
     assert estimate_need(preset("medium")).total < 0.6 * 139 * 2**30  # in FP32, which is more than a GPU's BF16
 

@@ -268,6 +268,7 @@ def test_a_rank_of_a_pipeline_is_not_refused_for_the_whole_model(monkeypatch):
         check_memory(alone, CPU)
 
 
+@pytest.mark.slow
 def test_more_micro_batches_are_advised_only_where_a_schedule_holds_less_of_them(monkeypatch):
     monkeypatch.setattr(cpu_memory, "RESERVE", 0)
     monkeypatch.setattr(memory, "available_memory", lambda device: 0.6 * estimate_need(config).total)

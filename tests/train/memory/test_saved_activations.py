@@ -29,6 +29,7 @@ def gradients(config: ModelConfig, recipe: Recipe) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("setting", ["norms", "latent_attention_inputs"])
 @pytest.mark.parametrize("q_lora_rank", [None, 128])
 def test_a_kept_activation_changes_no_bit_of_a_gradient(setting: str, q_lora_rank: int | None):

@@ -54,6 +54,7 @@ def _bits(t: torch.Tensor) -> torch.Tensor:
 # A gradient that is NaN or Inf
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @pytest.mark.parametrize("factor", [float("inf"), float("nan")])
 @every_recipe(lambda recipe: recipe.loss_scale is None)
@@ -107,6 +108,7 @@ def test_steps_skipped_for_a_loss_scale_do_not_count_towards_the_limit(new_train
     assert trainer.loss_scale.value == 2.0**13
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "delayed", "fp16_loss_scaling"])
 @pytest.mark.parametrize("after", [1, 2, 3])
@@ -217,6 +219,7 @@ def test_a_resumed_run_continues_with_the_losses_before_it(tmp_path):
 ALLOCATOR = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to …"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_report")
 @pytest.mark.parametrize("error", [RuntimeError(ALLOCATOR), torch.OutOfMemoryError("CUDA out of memory. Tried to …")])
 def test_running_out_of_memory_names_what_to_change_and_how_to_continue(text, tmp_path, monkeypatch, error):
@@ -392,6 +395,7 @@ def zero_some_tiles(trainer: Trainer) -> None:
         trainer.model.model.embed_tokens.weight[:, :32] = 0
 
 
+@pytest.mark.one_case
 @every_recipe(further=["bf16"])
 def test_training_works_with_tiles_of_zeros(new_trainer, recipe):
     trainer = new_trainer(recipe=recipe)
@@ -407,6 +411,7 @@ def route_to_two_experts(trainer: Trainer) -> None:
         bias.copy_(torch.tensor([1e4, 1e4 - 1, -1e4, -1e4]))
 
 
+@pytest.mark.one_case
 @every_recipe(lambda recipe: recipe.optimizer.master == "float32")
 def test_all_tokens_may_be_routed_to_the_same_experts(new_trainer, recipe):
     trainer = new_trainer(recipe=recipe)

@@ -47,6 +47,7 @@ def test_settings_are_restored_after_an_error(requested: bool, no_workspace: Non
     assert settings() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("requested", [False, True])
 def test_a_run_trains_in_the_requested_mode(requested: bool, text, tmp_path, monkeypatch):
     seen = []

@@ -56,6 +56,7 @@ def test_micro_batches_change_neither_losses_nor_gradients(folder, tmp_path):
     assert whole[2] > 0  # multi-token prediction is trained, too
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(folder, tmp_path):
     lines = []
     for name, steps in (("whole", (6,)), ("parts", (4, 6))):

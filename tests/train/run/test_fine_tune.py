@@ -170,6 +170,7 @@ def test_a_run_can_start_from_bf16_weights(saved, store):
     assert describe_initial_weights(trainer.model, folder) == f"weights: {folder}, not quantized"
 
 
+@pytest.mark.one_case
 @every_recipe(further=STATELESS_RECIPES)
 def test_any_recipe_trains_from_fp8_weights(saved, store, recipe):
     trainer = Trainer(micro(model=WIDE, init_from=saved("fp8"), recipe=recipe, steps=8), store, CPU)
@@ -205,6 +206,7 @@ def test_weights_that_are_not_bit_identical_are_reported(saved, store):
     assert f"{total - shared} of {total} quantized weights" in description(saved("fp8", MICRO), MICRO)
 
 
+@pytest.mark.slow
 def test_a_run_starts_where_the_other_ended(text, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     train(micro(data=str(text), out=first, steps=12), False, silent_console())
@@ -237,6 +239,7 @@ def test_sequences_are_at_most_as_long_as_the_context_of_the_folder(saved):
     assert fine_tuning(preset("v3_671b"), saved("fp8")).sequence_length == context < 4096
 
 
+@pytest.mark.slow
 def test_a_resumed_run_does_not_need_the_folder_and_is_bit_identical(saved, text, tmp_path):
     def losses(run):
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -77,6 +77,7 @@ def test_the_configuration_stores_the_text_of_the_file(finished, file):
     assert saved.load_recipe() == RECIPE
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_for_bit_without_its_file(file, config, tmp_path):
     straight = train(replace(config, steps=4, checkpoint_every=2), False, silent_console())
     killed = shutil.copytree(straight, tmp_path / "killed")

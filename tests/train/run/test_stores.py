@@ -124,6 +124,7 @@ def test_a_folder_is_found_from_another_folder(arguments, straight, tmp_path, mo
     check_same(final(tmp_path / "elsewhere"), final(straight / "checkpoints"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("begun", "short_report")
 def test_a_run_whose_folder_is_lost_continues_in_a_new_one(straight, place, tmp_path, capsys):
     main(["train", "--resume", "--steps=8", f"--checkpoints={place}", f"--out={tmp_path / 'new'}"])
@@ -181,6 +182,7 @@ def save_large(place: str) -> None:
     checkpoints.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["tensors-", pytest.param("octile.json", marks=pytest.mark.exhaustive)])
 def test_a_kill_in_an_upload_leaves_the_last_checkpoint(arguments, straight, server, place, tmp_path, file):
     run = tmp_path / "run"
@@ -203,6 +205,7 @@ def test_a_kill_in_an_upload_leaves_the_last_checkpoint(arguments, straight, ser
     assert Store(place).names() == ["step_00000006", "step_00000008"]
 
 
+@pytest.mark.slow
 def test_a_refused_upload_ends_the_run_and_leaves_the_last_checkpoint(
     arguments, straight, server, place, tmp_path, capsys
 ):
@@ -218,6 +221,7 @@ def test_a_refused_upload_ends_the_run_and_leaves_the_last_checkpoint(
     check_same(final(place), final(straight / "checkpoints"))
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_in_the_store_is_passed_over(straight, server, place, begun, capsys):
     (file,) = [name for name in Store(f"{place}/step_00000004").names() if name.startswith("tensors-")]
     content = bytearray(server.files.cat_file(f"{place}/step_00000004/{file}"))
@@ -242,6 +246,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_passed_over(server, place, 
     assert Store(place).names() == ["step_00000002", "step_00000004"]
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_large_file_count_as_absent_until_all_are_there(server, place):
     checkpoints = DistributedCheckpoints(place)
     checkpoints.save(1, {"w": torch.zeros(4)}, {"value": 1})
@@ -258,6 +263,7 @@ def test_the_parts_of_a_large_file_count_as_absent_until_all_are_there(server, p
     assert load_checkpoint(f"{place}/step_00000001")[1] == {"value": 1}
 
 
+@pytest.mark.slow
 def test_a_run_streams_its_data_from_the_store(arguments, straight, server, place, tmp_path):
     for name in (*FILES, LEFT_OUT, MANIFEST):
         server.files.put_file(str(straight / "data" / name), f"{place}/data/{name}")
@@ -315,6 +321,7 @@ def silent(monkeypatch) -> Iterator[str]:
         s3fs.S3FileSystem.clear_instance_cache()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "begins"),
     [

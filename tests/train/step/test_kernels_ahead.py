@@ -69,6 +69,7 @@ def small():
     return plan("small")
 
 
+@pytest.mark.slow
 def test_the_kernels_of_small_are_those_of_its_first_step(small):
     assert small["hopper"] == HOPPER_KERNELS_OF_SMALL
     assert set(small["triton"]) == TRITON_KERNELS_OF_SMALL
@@ -80,12 +81,14 @@ def test_a_plan_imports_no_compiler_and_draws_nothing(small):
     assert small["same_generator"]
 
 
+@pytest.mark.slow
 def test_tiny_has_kernels_of_all_kinds():
     planned = plan("tiny")
     assert set(planned["hopper"]) >= {"gemm", "blocks", "matrices", "tiles", "swiglu", "swiglu_backward", "place_rows"}
     assert planned["imports"] == []
 
 
+@pytest.mark.slow
 def test_sparse_attention_has_its_kernels():
     indexer = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
     planned = plan("v3_671b", num_hidden_layers=4, **indexer)
@@ -93,6 +96,7 @@ def test_sparse_attention_has_its_kernels():
     assert "torch._dynamo" not in planned["imports"]
 
 
+@pytest.mark.slow
 def test_a_process_may_exit_while_it_plans():
     program = """
 import torch

@@ -69,6 +69,7 @@ def break_loss(trainer: Trainer, step: int) -> None:
     )
 
 
+@pytest.mark.one_case
 @every_recipe(lambda recipe: recipe.loss_scale is None, further=STATELESS_RECIPES)
 def test_steps_that_are_collected_late_are_those_that_are_collected_at_once(store, recipe):
     at_once, late = new(store, recipe=recipe), new(store, recipe=recipe)
@@ -91,6 +92,7 @@ def test_a_moving_average_leaves_out_a_step_that_is_skipped(store):
     assert have_same_bits(late.ema.state_dict(), at_once.ema.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [pytest.param("deepseek_v3", marks=pytest.mark.exhaustive), "delayed", "fp8_lm"])
 def test_a_loss_that_is_nan_leaves_the_weights_before_its_step(store, recipe):
     before, broken = new(store, recipe=recipe), new(store, recipe=recipe)
@@ -157,6 +159,7 @@ def with_skipped_steps(store):
     return straight
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @pytest.mark.parametrize("after", [1, 2, 3, 4])
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "delayed"])
@@ -290,6 +293,7 @@ def straight(text, tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_a_run_writes_what_one_writes_that_collects_at_once(straight, text, tmp_path, late):
     out = tmp_path / "late"
     train(micro(data=str(text), out=out, **RUN), False, silent_console())
@@ -300,6 +304,7 @@ def test_a_run_writes_what_one_writes_that_collects_at_once(straight, text, tmp_
     assert order == sorted(order)  # each validation stands after the steps before it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [3, pytest.param(4, marks=pytest.mark.exhaustive), 7])
 def test_a_run_goes_on_after_steps_that_were_discarded(straight, text, tmp_path, late, monkeypatch, at):
     """More rows than the capacity, which one process never has, are found when the step is collected."""
@@ -398,6 +403,7 @@ def test_a_comparison_names_the_step_at_which_a_recipe_diverged(store, late, mon
     assert train_compared_run(micro(), store, silent_console()).curve.diverged_at == 2
 
 
+@pytest.mark.slow
 def test_guards_and_telemetry_are_those_of_steps_that_are_collected_at_once(text, tmp_path, monkeypatch):
     rules = tmp_path / "rules.toml"
     rules.write_text(RULES, encoding="utf-8")  # fires at step 4, and changes later steps

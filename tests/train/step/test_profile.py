@@ -38,6 +38,7 @@ def profiled(text, tmp_path_factory):
     return out, screen.console.file.getvalue(), seen
 
 
+@pytest.mark.slow
 def test_it_names_the_steps_and_its_files(profiled):
     out, shown, _ = profiled
     assert f"steps {WARM_UP + 1} to {WARM_UP + PROFILED} took" in shown

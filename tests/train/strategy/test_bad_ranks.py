@@ -93,6 +93,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("wrong", "message"), REFUSED.values(), ids=REFUSED)
 def test_ranks_that_cannot_train_end_with_a_line_of_rank_0(arguments, tmp_path: Path, wrong: list[str], message: str):
     check_refused(train(tmp_path, *arguments, f"--out={tmp_path / 'run'}", *wrong), message)
@@ -151,6 +152,7 @@ class Attack:
         return Path.touch, (self.file,)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("key", ["exchange/0", "exchange/1", "position/0", "failure"])
 def test_a_pickle_that_another_process_has_left_in_the_store_runs_no_code(arguments, tmp_path: Path, key: str):
     """Where rank 0 writes, the run ends with a line that says what lies there."""
@@ -184,6 +186,7 @@ def test_rank_1_reports_that_rank_0_was_killed(arguments, tmp_path: Path):
     assert "; last seen: rank 0 at step 3: passes of micro-batch 0; to continue: torchrun " in line
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_lost_before_the_first_checkpoint_leaves_nothing(arguments, tmp_path: Path):
     arguments = [*arguments, "--steps=4", "--checkpoint-every=0", f"--out={tmp_path / 'run'}"]
     ended = train(tmp_path, *arguments, fault="killed")
@@ -202,6 +205,7 @@ HANGS = {  # options, where rank 0 waits, where rank 1 hangs
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "waits", "hangs"),
     [

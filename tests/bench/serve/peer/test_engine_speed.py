@@ -83,6 +83,7 @@ def test_requests_of_the_benchmark_decode_long_enough(requests):
     assert work.new_tokens(case) > steps_of_prompts + engine_speed.STEPS
 
 
+@pytest.mark.slow
 def test_octile_is_measured_on_a_cpu(micro_folder):
     speeds = dict(octile_engine.engine_speeds(micro_folder, WORK, torch.device("cpu"), CacheConfig(gib=0.05)))
     assert list(speeds) == list(WORK.cases)

@@ -23,6 +23,7 @@ def test_both_formats_have_roundings_of_the_same_values(tmp_path, weights):
     assert torch.allclose(down, other, rtol=2**-4, atol=1e-4)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("vocab_size", [258, 320, 20_000, 102_400])
 def test_its_tokenizer_has_as_many_tokens_as_the_model(vocab_size, tmp_path):
     letter_tokenizer(vocab_size).save(tmp_path)

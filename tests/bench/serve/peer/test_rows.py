@@ -42,6 +42,7 @@ def by_peer(rows: list[Row], what: str | None = None) -> list[tuple[str, str | N
     return [(row.case, row.against and row.against.peer) for row in rows if what in (None, row.what)]
 
 
+@pytest.mark.slow
 def test_the_engine_is_compared_with_each_setting_and_one_that_fails_is_left_out(vllm, micro_folder, tmp_path, capsys):
     rows = list(compared_rows(compared(micro_folder, tmp_path, (DEEP_GEMM, TRITON)), vllm, "engine"))
     cases = [
@@ -55,6 +56,7 @@ def test_the_engine_is_compared_with_each_setting_and_one_that_fails_is_left_out
     assert "left out: vLLM 0.0, deep_gemm: it ended with exit code 1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_the_peer_has_finished_is_written_and_printed_after_sigterm(
     vllm, micro_folder, tmp_path, monkeypatch, capsys
 ):
@@ -82,6 +84,7 @@ def test_what_the_peer_has_finished_is_written_and_printed_after_sigterm(
     assert "INFO starting" in (tmp_path / "rows-micro-stuck-engine.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_setting_of_the_server_alone_has_no_engine(vllm, micro_folder, tmp_path):
     rows = compared_rows(compared(micro_folder, tmp_path, (SETTINGS[3],)), vllm, "engine")
     assert {who for _, who in by_peer(list(rows))} == {None}

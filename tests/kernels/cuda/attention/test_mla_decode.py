@@ -62,6 +62,7 @@ def assert_as_reference(
     assert ((found.float() - expected).abs() <= 2**-8 * largest + 2**-8 * expected.abs()).all()
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @emulated
 @FORMS
@@ -76,6 +77,7 @@ def test_results_are_the_references(n_heads: int, part: int, dtype: torch.dtype)
     assert not found[lengths == 0].any()
 
 
+@pytest.mark.one_case
 @emulated
 @pytest.mark.parametrize(("n_heads", "part"), [(3, 0), (20, 0), (65, 0), (65, 64)])
 @FORMS
@@ -85,6 +87,7 @@ def test_kernels_that_begin_early_read_nothing_before_the_previous_one_has_ended
     assert_as_reference(found, q, cache, pages, lengths, part > 0)
 
 
+@pytest.mark.one_case
 @emulated
 @pytest.mark.parametrize("n_pages", [(1, 0, 3), (9, 2, 1)], ids=["fewer pages than stages", "more"])
 @FORMS
@@ -109,6 +112,7 @@ def test_rows_of_equal_lengths(rows: int, n_pages: int):
     assert_as_reference(attend(q, cache, pages, lengths, 0), q, cache, pages, lengths)
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @emulated
 @pytest.mark.parametrize(
@@ -169,6 +173,7 @@ def test_parts_of_the_longest_text(max_pages: int, part: int, parts: int):
     assert mla_decode.parts_of(max_pages, part) == parts
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @emulated
 @FORMS
@@ -189,6 +194,7 @@ ENDS = [  # around ends of pages and of parts, so that some rows see nothing of 
 ]  # fmt: skip
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @emulated
 @FORMS
@@ -216,6 +222,7 @@ def test_rows_that_share_a_thread_block_have_the_bits_that_they_have_alone(
     assert not together[lengths == 0].any()
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @emulated
 @FORMS
@@ -246,6 +253,7 @@ def test_the_denominators_of_rows_are_the_references(part: int, dtype: torch.dty
     torch.testing.assert_close(lse, expected, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.one_case
 @emulated
 @FORMS
 @pytest.mark.parametrize("scale", [-0.02, 0.0])

@@ -93,6 +93,7 @@ def test_compressed(dtype: torch.dtype):
     _check(7, 300, 32, 32, width=200, dtype=dtype)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("h", "next_n"), [(64, 1), (32, 1), (64, 2), (32, 3), (64, 5)])
 def test_pages(h: int, next_n: int):
     b, p, d, width = 4, 9, 32, 700

@@ -89,6 +89,7 @@ def assert_as_reference(found: Tensor, q: Tensor, cache: Tensor, positions: Tens
     assert_close(found, expected, values.abs().amax())
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @emulated
 @FORMS
@@ -99,6 +100,7 @@ def test_results_are_the_references(n_heads: int, k: int, n_splits: int, dtype: 
     assert_as_reference(attend(q, cache.flatten(0, 1), positions, n_splits), q, cache, positions)
 
 
+@pytest.mark.one_case
 @emulated
 @FORMS
 @pytest.mark.parametrize("n_splits", [1, 2], ids=lambda n: f"{n} splits")
@@ -115,6 +117,7 @@ def test_lists_of_any_length_with_absent_entries_anywhere(n_splits: int, dtype: 
     assert not found[0].any()
 
 
+@pytest.mark.one_case
 @emulated
 @FORMS
 @pytest.mark.parametrize("k", [1, 64, 65, 128, 129])
@@ -135,6 +138,7 @@ def test_log_sum_exps_are_natural_and_those_of_no_positions_minus_infinity(dtype
     torch.testing.assert_close(lse, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.one_case
 @emulated
 @FORMS
 @pytest.mark.parametrize("n_splits", [1, 2], ids=lambda n: f"{n} splits")
@@ -166,6 +170,7 @@ def test_pages_that_are_not_in_the_cache_are_absent(n_splits: int):
     assert not attend(q, cache, positions, n_splits, pages).any()
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @emulated
 @FORMS
@@ -227,6 +232,7 @@ def test_scales_of_any_size(dtype: torch.dtype):
     assert_as_reference(attend(q * 2.0**-100, latents, positions, 1), q * 2.0**-100, cache, positions)
 
 
+@pytest.mark.slow
 @emulated
 @FORMS
 def test_a_query_of_a_fixed_number_of_splits_has_its_own_bits(dtype: torch.dtype):
@@ -236,6 +242,7 @@ def test_a_query_of_a_fixed_number_of_splits_has_its_own_bits(dtype: torch.dtype
     assert torch.equal(attend(q[3:], latents, positions[3:], 2, seed=2)[0], together[3])
 
 
+@pytest.mark.slow
 @emulated
 def test_queries_of_many_splits_attend_in_parts(monkeypatch: pytest.MonkeyPatch):
     q, cache, positions = inputs(5, 3, 300, torch.bfloat16)
@@ -291,6 +298,7 @@ def test_half_of_the_conversion_is_unrolled_where_thread_blocks_have_many_steps(
     assert sparse_mla.plan(rows, n_heads, 2048, is_fp8, True, 0, 132).constants["unrolled_parts"] == parts
 
 
+@pytest.mark.slow
 @emulated
 @pytest.mark.parametrize("is_paged", [False, True], ids=["rows", "pages"])
 def test_thread_blocks_of_many_steps_compute_the_same(is_paged: bool, monkeypatch: pytest.MonkeyPatch):

@@ -104,6 +104,7 @@ def assert_as_reference(found: tuple[Tensor, Tensor], given: Operands) -> None:
         assert ((ours.float() - exact).abs() <= 2**-6 * exact.abs() + 2**-7 * exact.abs().max() + rounding).all()
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @emulated
 @pytest.mark.parametrize("at_once", [None, 2], ids=["one block", "blocks of 2"])
@@ -125,6 +126,7 @@ def test_lists_of_any_length_with_absent_entries_anywhere():
     assert not found[0][0].any()
 
 
+@pytest.mark.one_case
 @emulated
 @pytest.mark.parametrize("k", [1, 63, 65, 128, 129])
 def test_lists_of_few_entries(k: int):
@@ -134,6 +136,7 @@ def test_lists_of_few_entries(k: int):
     assert_as_reference(gradients(given), given)
 
 
+@pytest.mark.slow
 @emulated
 def test_positions_outside_of_the_latents_are_absent():
     given = operands(3, 2, 140)
@@ -144,6 +147,7 @@ def test_positions_outside_of_the_latents_are_absent():
     assert all(torch.equal(a, b) for a, b in zip(found, before, strict=True))
 
 
+@pytest.mark.slow
 @emulated
 def test_rows_outside_the_top_k_have_no_gradient_and_are_not_read():
     given = operands(2, 2, 200)
@@ -156,6 +160,7 @@ def test_rows_outside_the_top_k_have_no_gradient_and_are_not_read():
     assert not found[1][others].any()
 
 
+@pytest.mark.slow
 @emulated
 def test_a_nan_reaches_its_own_head_and_rows_alone():
     given = operands(3, 2, 200)
@@ -169,6 +174,7 @@ def test_a_nan_reaches_its_own_head_and_rows_alone():
     assert torch.equal(dlatents[~top_k], before[1][~top_k])
 
 
+@pytest.mark.slow
 @emulated
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_bits_do_not_depend_on_the_order_in_which_threads_run(seed: int):

@@ -56,6 +56,7 @@ def assert_as_reference(q: Tensor, latents: Tensor, positions: Tensor) -> None:
     torch.testing.assert_close(weights(q, latents, positions, lse), expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @emulated
 @pytest.mark.parametrize(("rows", "n_heads", "k"), [(5, 3, 300), (4, 65, 130), (3, 64, 64), (2, 130, 70)])
@@ -98,6 +99,7 @@ def test_rows_outside_the_top_k_are_not_read():
     assert torch.equal(weights(q, latents, positions, lse), before)
 
 
+@pytest.mark.slow
 @emulated
 @pytest.mark.parametrize("seed", [1, 2])
 def test_bits_do_not_depend_on_the_order_in_which_threads_run(seed: int):

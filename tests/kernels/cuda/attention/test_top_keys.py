@@ -46,6 +46,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @emulated
 @DTYPES
@@ -64,6 +65,7 @@ def test_logits_of_any_bits(seed: int, k: int, data: st.DataObject):
     assert_as_reference(bits.int().view(torch.float32), starts, ends, k)
 
 
+@pytest.mark.one_case
 @emulated
 @DTYPES
 def test_ties_are_broken_by_the_column(dtype: torch.dtype):
@@ -91,6 +93,7 @@ def test_a_sample_that_misleads_costs_time_alone(where: str, k: int):
     assert_as_reference(logits, int32([0]), int32([20000]), k)
 
 
+@pytest.mark.slow
 @emulated
 def test_rows_with_more_equal_logits_than_fit():
     logits = torch.zeros(3, 20000)

@@ -47,6 +47,7 @@ def write(
     return out
 
 
+@pytest.mark.one_case
 @emulated
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=["bf16", "fp8"])
 @pytest.mark.parametrize(("m", "n_heads", "nope"), [(1, 2, 128), (3, 1, 64), (8, 2, 32)])
@@ -142,6 +143,7 @@ def attend(
     return out
 
 
+@pytest.mark.one_case
 @emulated
 @pytest.mark.parametrize(
     ("lengths", "n_heads", "values"),
@@ -243,6 +245,7 @@ def assert_bits_of_batch_invariant_mode(
     assert torch.equal(found[0].view(torch.int16), expected.view(torch.int16))
 
 
+@pytest.mark.one_case
 @emulated
 @pytest.mark.parametrize(
     "length",
@@ -271,6 +274,7 @@ def test_one_row_of_many_heads_has_the_bits_of_batch_invariant_mode(length: int,
     assert_bits_of_batch_invariant_mode(attend_from_one(*arguments), *arguments)
 
 
+@pytest.mark.one_case
 @emulated
 @pytest.mark.parametrize("scale", [-0.02, 0.0, 0.5])
 def test_scores_of_one_row_may_be_multiplied_by_any_scale(scale: float):
@@ -282,6 +286,7 @@ def test_scores_of_one_row_may_be_multiplied_by_any_scale(scale: float):
     assert_bits_of_batch_invariant_mode(attend_from_one(*arguments, scale=scale), *arguments, scale=scale)
 
 
+@pytest.mark.one_case
 @emulated
 @pytest.mark.parametrize("lazy", [True, False])
 @pytest.mark.parametrize("length", [5, 67, pytest.param(2600, marks=pytest.mark.exhaustive)])

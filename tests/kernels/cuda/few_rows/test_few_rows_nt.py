@@ -48,6 +48,7 @@ def multiply(
     return y
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @emulated
 @pytest.mark.parametrize("power_of_2", [False, True])
@@ -69,6 +70,7 @@ def test_values(m: int, k: int, n: int, norm: torch.dtype | None, add: bool, pow
     assert few_rows.close(multiply(x, norm_weight, weight, scale, rows, power_of_2), expected)
 
 
+@pytest.mark.one_case
 @emulated
 @pytest.mark.parametrize("power_of_2", [False, True])
 @pytest.mark.parametrize(("k", "n", "add"), [(16, 1, True), (1024, 24, False), (1168, 130, True), (5264, 16, False)])
@@ -80,6 +82,7 @@ def test_one_row_has_the_bits_of_the_gemm(k: int, n: int, add: bool, power_of_2:
     assert torch.equal(multiply(x, None, weight, scale, rows, power_of_2, row_invariant=True), expected)
 
 
+@pytest.mark.one_case
 @emulated
 @pytest.mark.parametrize("norm", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("k", [144, 2048, 4224])
@@ -111,6 +114,7 @@ def dequantized(x: Tensor) -> Tensor:
     return dequantize(*quantize(x, *TILE, "e4m3", False), *TILE, torch.float32).bfloat16()
 
 
+@pytest.mark.slow
 @emulated
 @settings(deadline=None, max_examples=8)
 @given(st.integers(0, 2**32), st.integers(1, 8), st.sampled_from([16, 128, 256]))
@@ -137,6 +141,7 @@ def test_rows_apart():
     assert torch.equal(multiply(wide[:, :256], norm_weight, weight, scale, added[:, 1:49]), expected)
 
 
+@pytest.mark.slow
 @emulated
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 2**32), st.integers(1, 8), st.sampled_from([0.0, 1e-40, 1e-20, 1e20, 1e36, math.inf, math.nan]))

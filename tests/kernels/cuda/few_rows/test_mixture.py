@@ -138,18 +138,21 @@ def assert_close(of: Mixture, x: Tensor, row_invariant: bool = False) -> None:
     torch.testing.assert_close(found.float(), expected.float(), rtol=2**-6, atol=2**-6, equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("t", [1, 5, *(pytest.param(t, marks=pytest.mark.exhaustive) for t in (2, 8))])
 def test_any_number_of_rows(t: int) -> None:
     of = Mixture(seed=t)
     assert_close(of, of.rows(t))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("e", "t"), [(15, 1), (9, 3)])
 def test_an_odd_number_of_experts(e: int, t: int) -> None:
     of = Mixture(e=e)
     assert_close(of, of.rows(t))
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @pytest.mark.parametrize("t", [1, 2])
 @pytest.mark.parametrize(("i", "s"), [(128, 0), (128, 128), (128, 384), (256, 128)])
@@ -158,6 +161,7 @@ def test_shared_experts(i: int, s: int, t: int) -> None:
     assert_close(of, of.rows(t))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("t", "warps"), [(1, 8), (2, 16), *(pytest.param(*of, marks=pytest.mark.exhaustive) for of in ((5, 12), (8, 8)))]
 )
@@ -170,6 +174,7 @@ def test_warps_whose_k_blocks_are_of_several_experts(t: int, warps: int, monkeyp
     assert_close(of, of.rows(t))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("t", [1, pytest.param(8, marks=pytest.mark.exhaustive)])
 def test_bits_do_not_depend_on_the_interleaving_of_threads(t: int) -> None:
     of = Mixture(d=128, i=384, s=640)
@@ -178,6 +183,7 @@ def test_bits_do_not_depend_on_the_interleaving_of_threads(t: int) -> None:
     assert all(torch.equal(first, other) for other in others)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "choice",
     [
@@ -194,6 +200,7 @@ def test_ways_to_choose(choice: mixture.Choice) -> None:
     assert_close(of, of.rows(2))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("gate", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_dtypes_of_the_gate(gate: torch.dtype) -> None:
     of = Mixture(gate=gate, d=384, i=256, s=256)
@@ -207,6 +214,7 @@ def test_equal_logits_choose_the_first_experts() -> None:
     assert of.launched(of.rows(1))[1].tolist() == [[0, 1, 2]]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("value", [0.0, math.nan, math.inf, 3e38, 1e-38])
 def test_extreme_values_stay_in_their_row(value: float) -> None:
     of = Mixture()
@@ -215,6 +223,7 @@ def test_extreme_values_stay_in_their_row(value: float) -> None:
     assert_close(of, x)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("e", "d", "i", "s", "choice"),
     [

@@ -39,6 +39,7 @@ def _emulate(dy: Tensor, x: Tensor, weight: Tensor, num_sms: int, seed: int = 0)
     return dx, partials
 
 
+@pytest.mark.one_case
 @needs_emulator
 @pytest.mark.parametrize(
     ("t", "d", "e", "num_sms", "dtype"),

@@ -38,6 +38,7 @@ def choose(products: Tensor, bias: Tensor | None, how: choice.Choice, n_experts:
     return weights, experts, logits
 
 
+@pytest.mark.one_case
 @emulated
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("biased", [False, True])

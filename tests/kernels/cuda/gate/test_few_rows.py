@@ -43,6 +43,7 @@ def gate(
     return found
 
 
+@pytest.mark.one_case
 @emulated
 @pytest.mark.parametrize(
     ("name", "t", "d", "e", "dtype"),
@@ -67,6 +68,7 @@ def test_logits_choice_and_weights(name: str, t: int, d: int, e: int, dtype: tor
     torch.testing.assert_close(weights, expected_weights, rtol=2.0**-18, atol=0)
 
 
+@pytest.mark.slow
 @emulated
 def test_a_row_has_the_same_bits_with_few_rows_and_with_many():
     """With many a cluster has two tiles of rows, and a warp loads the columns in more parts."""
@@ -87,6 +89,7 @@ def test_a_row_of_nan_stays_a_row():
     assert weights[[0, 1, 3]].isfinite().all()
 
 
+@pytest.mark.one_case
 @emulated
 @pytest.mark.parametrize(
     ("name", "t", "d", "e"),

@@ -66,6 +66,7 @@ def _check(found: list[Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, 
     torch.testing.assert_close(weights, expected_weights, rtol=2.0**-18, atol=0)
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @every_setting
 @pytest.mark.parametrize("biases", [None, (-0.3, 0.4), (-1.4, -0.1), (-3.0, -2.0)], ids=str)
@@ -75,6 +76,7 @@ def test_choice_and_weights(settings: tuple[Any, ...], biases: tuple[float, floa
     _check(_emulate(x, weight, bias, settings), x, weight, bias, settings)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 @pytest.mark.parametrize(("t", "d", "e"), [(300, 200, 24), (1, 8, 8), (256, 64, 64)])
 def test_tiles_and_shapes(tile: Tile, t: int, d: int, e: int, monkeypatch: pytest.MonkeyPatch):
@@ -95,6 +97,7 @@ def test_a_weight_of_one_term():
     )
 
 
+@pytest.mark.one_case
 @every_setting
 def test_ties_zeros_and_nan_are_ordered_as_in_the_reference(settings: tuple[Any, ...]):
     weight = torch.eye(16).bfloat16()

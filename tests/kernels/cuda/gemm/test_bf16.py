@@ -37,6 +37,7 @@ def multiply(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     return out
 
 
+@pytest.mark.one_case
 @emulated
 @pytest.mark.parametrize(("m", "n", "k"), [(128, 132, 64), (200, 260, 72), (300, 64, 200)])
 def test_bits(m: int, n: int, k: int):
@@ -45,6 +46,7 @@ def test_bits(m: int, n: int, k: int):
     assert torch.equal(multiply(a, b, torch.full((1, m, n), math.nan))[0], tensor_core_matmul(a[0], b[0]))
 
 
+@pytest.mark.one_case
 @emulated
 @pytest.mark.parametrize(("m", "n", "k"), [(130, 72, 128), (200, 136, 40), (70, 320, 64)])
 def test_bits_of_several_matrices(m: int, n: int, k: int):

@@ -27,6 +27,7 @@ def nothing_tuned(tmp_path, monkeypatch):
     monkeypatch.setenv("OCTILE_CACHE_DIR", str(tmp_path))
 
 
+@pytest.mark.slow
 @given(
     sides=st.tuples(*[st.integers(1, 20000)] * 3),
     groups=st.integers(1, 1024),
@@ -45,6 +46,7 @@ def test_there_is_always_a_kernel(sides, groups, schedule, of_b, store, sms, gpu
     assert config.max_groups >= (0 if dense else groups)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("sms", [1, 4, 100, 116, 131])
 @pytest.mark.parametrize(
     "problem",
@@ -158,10 +160,12 @@ def test_an_invalid_file_of_measured_kernels_is_ignored(text: str):
     assert choose(Problem(4096, 7168, 2048), H200).stages > 1
 
 
+@pytest.mark.slow
 def test_deepseek_v3_has_launch_plans():
     assert len(configs()) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
 def test_every_kernel_that_the_benchmark_takes_is_among_them(chip: Chip):
     """These kernels are compiled and checked for spills without a GPU."""

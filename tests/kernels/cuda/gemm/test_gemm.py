@@ -151,6 +151,7 @@ def _cases(kernels: Iterable[str], further: set[str]) -> list:
     return [pytest.param(case, marks=[pytest.mark.exhaustive] if case in further else []) for case in kernels]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("case", _cases(DENSE, FURTHER_DENSE))
 def test_dense(case: str):
     kernel = DENSE[case]
@@ -162,6 +163,7 @@ def test_dense(case: str):
         _dense(kernel, m, n + n % 2 if kernel.store is PAIRS else n, k, seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("along_n", [False, True])
 def test_each_tile_is_computed_once(along_n: bool):
     kernel = config(64, 16, 2, warpgroups=1, raster_along_n=along_n, raster_width=2)
@@ -183,6 +185,7 @@ EARLY = (  # kernels that begin before the previous one of the stream has ended
 )
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("case", _cases(EARLY, {"two accumulators", "1D1D", "a cluster shares b", "accumulating"}))
 def test_weights_are_loaded_before_the_previous_kernel_has_ended_and_nothing_else(case: str):
     kernel = replace(DENSE[case], programmatic=True)
@@ -200,6 +203,7 @@ LONG = (
 )
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("case", [*LONG, "ping-pong, in clusters, two accumulators"])
 def test_many_k_blocks(case: str):
     _dense(DENSE[case], 3, 200, 128 * 67 + 1, seed=1)  # more than twice as many k-blocks as a warp has lanes
@@ -296,6 +300,7 @@ def _grouped(kernel: GemmConfig, seed: int, ends: list[int], n: int, k: int) -> 
     torch.testing.assert_close(out, expected.to(out.dtype), rtol=0, atol=0, msg=lambda why, e=ends: f"{e}: {why}")
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("case", _cases(ROWS_GROUPED, FURTHER_GROUPED))
 def test_grouped(case: str):
     kernel = ROWS_GROUPED[case]
@@ -303,6 +308,7 @@ def test_grouped(case: str):
         _grouped(kernel, seed, ends, *((40, 160) if seed % 2 else (kernel.tile_n * 2 + 1 + kernel.out_float, 256)))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("early_groups", [False, True])
 @pytest.mark.parametrize("case", ["two warpgroups", "a cluster shares b", "ping-pong", "1D1D"])
 def test_groups_and_their_weights_are_read_before_the_previous_kernel_has_ended(case: str, early_groups: bool):
@@ -345,6 +351,7 @@ def test_wrong_offsets_are_clamped():
         emulate(kernel, poisoned(200, 40, dtype=_dtype(kernel)), a, b, _sizes([-5, 150, 20, 10**9]))
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     "case",
@@ -416,6 +423,7 @@ FURTHER_WGRAD = {  # each value of their fields is in another case
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("case", _cases(WGRAD, FURTHER_WGRAD))
 def test_wgrad(case: str):
     kernel = WGRAD[case]
@@ -457,6 +465,7 @@ def test_tokens_of_nan_stay_in_their_group(nan: str):
     assert has_nan == ([False, False, True, False] if nan == "data" else [False, False, False, True])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("case", ["ping-pong, in clusters, two accumulators", "split-K", "a cluster shares a"])
 def test_many_orders_give_the_same_bits(case: str):
     a, b = operand((300, 700), ROW), operand((130, 700), BLOCK, 1)
@@ -466,6 +475,7 @@ def test_many_orders_give_the_same_bits(case: str):
         assert torch.equal(emulate(DENSE[case], out, a, b, seed=seed), first)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("num_sms", [1, 2, 7, 64])
 def test_any_number_of_sms(num_sms: int):
     """From one SM, where a warpgroup has no rows in every other tile, to one for each tile."""
@@ -477,6 +487,7 @@ def test_any_number_of_sms(num_sms: int):
         assert torch.equal(out, expected.to(out.dtype))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("waves", [2, 3, 4])
 def test_staged_boxes_are_not_overwritten_before_they_are_stored(waves: int):
     kernel = config(64 * waves, 32, warpgroups=1, staged_boxes=2)

@@ -231,6 +231,7 @@ def key_of(a: Any, b: Any, sizes: Tensor | None = None, out: Tensor | None = Non
     return launch_cache.launch_key(GemmRequest(Schedule.DENSE, Operand(*a), Operand(*b), torch.float32, out, sizes))[0]
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(first=base, others=st.lists(changes, min_size=1, max_size=4))
 def test_the_launch_cache_changes_no_launch(gpu, first: Spec, others: list[Spec]):

@@ -46,6 +46,7 @@ def each(request, monkeypatch) -> str:
     return request.param
 
 
+@pytest.mark.slow
 def test_a_kernel_becomes_an_elf_file_for_its_architecture(each):
     cubin = compiler.compile("smoke", KERNEL, "sm_90a")
     assert cubin.image[:4] == b"\x7fELF"

@@ -93,6 +93,7 @@ def _hard(*shape: int) -> Tensor:
 # ---- Matrices ----
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @formats_and_scales
 @pytest.mark.parametrize("make", [finite, _bad, _hard], ids=["finite", "all magnitudes", "near few bits"])
@@ -102,6 +103,7 @@ def test_blocks(make, fmt: str, power_of_2: bool):
         assert_same(launcher.quantize(x, *block, STORAGE_DTYPES[fmt], power_of_2), quantize(x, *block, fmt, power_of_2))
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @formats_and_scales
 @pytest.mark.parametrize("make", [finite, _bad, _hard], ids=["finite", "all magnitudes", "near few bits"])
@@ -113,6 +115,7 @@ def test_transposed(make, fmt: str, power_of_2: bool):
     assert_same(launcher.requantize(*tiles, dtype, power_of_2), requantize_transposed(*tiles, power_of_2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype):
     x = finite(*SHAPE).clamp(-6e4, 6e4).to(dtype)
@@ -209,6 +212,7 @@ def tiles() -> Tensor:
     return align_groups(torch.tensor([130, 130, 133, 134], dtype=torch.int32), 140)[0]
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @both_scales
 @pytest.mark.parametrize("make", [finite, _bad, _hard], ids=["finite", "all magnitudes", "near few bits"])
@@ -242,6 +246,7 @@ def _assert_same_packed(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Te
         assert torch.equal(found[0], expected[0])
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @both_scales
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -260,6 +265,7 @@ def test_e5m6_becomes_transposed_e4m3():
 # ---- Dequantize ----
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "int8", "e5m6"])
 @pytest.mark.parametrize("block", [*BLOCKS, SHAPE], ids=str)
@@ -300,6 +306,7 @@ def _gate_up(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor
     return gate, up
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("dtype", "power_of_2"), [(torch.float32, False), (torch.bfloat16, True), (torch.float16, False)]
 )
@@ -317,6 +324,7 @@ def test_swiglu(dtype: torch.dtype, power_of_2: bool):
     assert_same(found[2:], expected[2:])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("saved", "weighted", "power_of_2"),
     [(None, False, False), (None, True, True), ("e4m3", True, False), ("int8", False, True)],
@@ -336,6 +344,7 @@ def test_swiglu_backward(saved: str | None, weighted: bool, power_of_2: bool):
     torch.testing.assert_close(found[6], expected[6], rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("h_in_blocks", [False, True], ids=["tiles", "blocks"])
 @pytest.mark.parametrize("saved", [None, "e4m3"])
@@ -369,6 +378,7 @@ def test_silu_of_large_values(gate: float):
 # ---- RMSNorm ----
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @pytest.mark.parametrize("few", [0, launcher.FEW_ROWS], ids=["several rows of a block", "a block each"])
 @pytest.mark.parametrize(
@@ -409,6 +419,7 @@ def test_rms_norm_of_zeros_and_of_nan():
 # ---- Kernels that begin before the previous one of the stream has ended ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("few", [0, 256])
 def test_nothing_but_a_weight_is_read_before_the_previous_kernel_has_ended(few: int, monkeypatch):
     monkeypatch.setattr(launcher, "FEW_ROWS", few)

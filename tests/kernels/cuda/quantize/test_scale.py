@@ -33,6 +33,7 @@ def _steps(x: Tensor, steps: Tensor | int) -> Tensor:
     return (x.view(torch.int32) + steps).view(torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("binade", [1.0, pytest.param(0.5, marks=pytest.mark.exhaustive)])
 def test_quotients_nearly_halfway_between_two_values(binade: float):
     halfway = torch.arange(1 << SIGNIFICANT - 1, (1 << SIGNIFICANT) + 1) * 2.0 ** (1 - SIGNIFICANT)
@@ -46,6 +47,7 @@ def test_quotients_nearly_halfway_between_two_values(binade: float):
         assert torch.equal((quotient - middle).sign(), (x / scale - middle).sign())
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("exponent", [-126, -100, 0, 63, 64, 100, 118])
 def test_quotients_of_any_magnitude(exponent: int):
     torch.manual_seed(0)
@@ -64,6 +66,7 @@ def test_zeros_keep_their_sign_and_inf_and_nan_are_visible(scale: float):
     assert torch.equal(found.signbit()[number], expected.signbit()[number])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("fmt", list(DTYPE_OF), ids=lambda f: f.name)
 def test_scales_are_the_correctly_rounded_quotients_by_the_largest_value(fmt):
     for exponent in (-149, -126, -110, -60, 0, 127):

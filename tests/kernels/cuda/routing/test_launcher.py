@@ -46,6 +46,7 @@ def _experts(t: int, k: int, n_experts: int, dtype: torch.dtype = torch.int64) -
 SHAPES = pytest.mark.parametrize(("t", "k", "n_experts"), [(1, 1, 1), (100, 4, 16), (64, 2, 64), (50, 3, 300)])
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @SHAPES
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
@@ -55,6 +56,7 @@ def test_counts(t: int, k: int, n_experts: int, dtype: torch.dtype):
         assert torch.equal(launcher.count_tokens(experts, n_experts, batch), count_tokens(experts, n_experts, batch))
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @SHAPES
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
@@ -113,6 +115,7 @@ def test_nothing_is_written_outside_for_a_wrong_load_and_other_numbers_than_expe
     assert all(map(torch.equal, launcher.weighted_routing_plan(experts, weights, 16), expected))
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @pytest.mark.parametrize("scoring_func", ["sigmoid", "softmax"])
 @pytest.mark.parametrize(
