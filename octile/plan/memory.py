@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -86,6 +86,7 @@ def memory_of_rank(
         Activations are what is saved for backward passes, and operands of weight gradients that are deferred. Working
         memory is what passes take besides: logits, tensors of the pass that runs, messages to other ranks. Where an
         update by Muon takes more than a pass, it is what that takes beyond the activations, which it does not need.
+        In a pipeline gradients are those of the stages that have begun with theirs, without one all.
     """
     own = [stages[stage] for stage in schedule.stages(rank)]
     routed, quantized, rest = held_parameters(c, layout, own)
@@ -100,14 +101,21 @@ def memory_of_rank(
     hooked = layout.stages == 1 and dp > 1
     stores = layout.masters == "replicated" and schedule.n_micro_batches > 1 and hooked
     passes = {stage: pass_bytes(c, layout, stages[stage], stores) for stage in schedule.stages(rank)}
-    activations, working = most_in_passes(schedule, rank, passes, exchanges=layout.ep > 1)
+    all_gradients = GRADIENT_BYTES * parameters
+
+    def gradients_of(begun: Collection[int]) -> float:
+        if layout.stages == 1:
+            return all_gradients
+        return GRADIENT_BYTES * sum(held_parameters(c, layout, [stages[stage] for stage in begun]))
+
+    activations, gradients, working = most_in_passes(schedule, rank, passes, gradients_of, exchanges=layout.ep > 1)
     working += message_bytes(c, layout, schedule, rank)
     if layout.optimizer == "muon":
-        working = max(working, update_bytes(c, own, layout.ep, dp) - activations)
+        working = max(working, update_bytes(c, own, layout.ep, dp) + all_gradients - gradients - activations)
     return {
         "weights": everywhere * parameters,
         "FP8 weights": FP8_BYTES * (routed + quantized),
-        "gradients": GRADIENT_BYTES * parameters,
+        "gradients": gradients,
         "moments": moments + shared * sharded,
         "activations": activations,
         "working": working,

@@ -9,7 +9,7 @@ The tensors are those of octile's recipe `deepseek_v3` on a GPU (docs/data_flow.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from octile.models.config import ModelConfig
@@ -60,37 +60,67 @@ def pass_bytes(c: ModelConfig, layout: Layout, stage: Stage, stores_gradients: b
     )
 
 
+class MostBytes(NamedTuple):
+    """What the passes of a rank take when they take most, in bytes.
+
+    Attributes:
+        activations: what is saved for backward passes, and operands of weight gradients that are deferred.
+        gradients: those of the stages of which a micro-batch's gradients have been computed.
+        others: logits, and tensors of the pass that runs.
+    """
+
+    activations: float
+    gradients: float
+    others: float
+
+
 def most_in_passes(
-    schedule: Schedule, rank: int, passes: Mapping[int, PassBytes], exchanges: bool
-) -> tuple[float, float]:
-    """The bytes of a rank's passes when they are most: of activations, and others.
+    schedule: Schedule,
+    rank: int,
+    passes: Mapping[int, PassBytes],
+    gradients: Callable[[Collection[int]], float],
+    exchanges: bool,
+) -> MostBytes:
+    """The bytes of a rank's passes when they are most.
+
+    The weight gradients of a stage begin with its first micro-batch. While they are computed layer by layer,
+    activations are freed, so that their sum lies between those before and after that pass.
 
     Args:
         schedule, rank: say in which order passes run.
         passes: those of each stage of the rank.
+        gradients: returns the bytes of the weight gradients of stages.
         exchanges: whether passes exchange rows of experts. Those of a pair then run at the same time; otherwise the
             backward pass runs first (`octile.nn.interleave`).
     """
-    held = logits = activations = most = 0.0
+    held = logits = 0.0
+    begun = set[int]()
+    most = MostBytes(0.0, 0.0, 0.0)
     for action in schedule.actions[rank]:
         both = parts(action)
         for part in both if exchanges else reversed(both):
-            own, kind = passes[part.stage_index], part.computation_type
+            stage, kind = part.stage_index, part.computation_type
+            own = passes[stage]
+            before = gradients(begun)
             if kind == ActionType.FORWARD:
                 held, logits = held + own.saved, logits + own.logits
-                now = held, held + logits
+                now = MostBytes(held, before, logits)
             elif kind == ActionType.BACKWARD_WEIGHT:
-                now = held, held + logits
+                now = MostBytes(held, before, logits)
                 held -= own.deferred
+                begun.add(stage)
             else:
                 held, logits = held - own.saved, logits - own.logits
                 is_full = kind == ActionType.FULL_BACKWARD
                 saved, total = own.backward if is_full else own.input_gradient
-                now = held + saved, held + logits + total
-                held += 0.0 if is_full else own.deferred
-            if now[1] > most:
-                activations, most = now
-    return activations, most - activations
+                now = MostBytes(held + saved, before, logits + total - saved)
+                if is_full:
+                    begun.add(stage)
+                else:
+                    held += own.deferred
+            after = MostBytes(held, gradients(begun), logits)
+            most = max(most, now, after, key=sum)
+    return most
 
 
 def message_bytes(c: ModelConfig, layout: Layout, schedule: Schedule, rank: int) -> float:

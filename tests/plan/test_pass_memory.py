@@ -139,24 +139,34 @@ STAGE = PassBytes(saved=10, logits=3, backward=(10, 18), input_gradient=(12, 19)
 @pytest.mark.parametrize(
     ("schedule", "most"),
     [
-        ("gpipe", (40, 3 * 3 + 8)),  # logits of four micro-batches, of which the last one's backward pass begins
-        ("1f1b", (20, 3 + 8)),  # rank 0 has two
-        ("zb1p", (10 + 12, 3 + 7)),  # two, of which one defers its weight gradients
+        ("gpipe", (40, 0, 3 * 3 + 8)),  # logits of four micro-batches, of which the last one's backward pass begins
+        ("1f1b", (20, 1, 3 + 8)),  # rank 0 has two
+        ("zb1p", (10 + 12, 1, 3 + 7)),  # two, of which one defers its weight gradients
     ],
 )
 def test_a_rank_holds_activations_and_logits_of_several_micro_batches(schedule, most):
     made = make_schedule(schedule, 2, 4)
-    assert most_in_passes(made, 0, {0: STAGE, 1: STAGE}, exchanges=False) == most
+    assert most_in_passes(made, 0, {0: STAGE, 1: STAGE}, len, exchanges=False) == most
 
 
 def test_operands_of_deferred_weight_gradients_stay_until_these_are_computed():
     large = STAGE._replace(deferred=100)  # rank 1 has passed two micro-batches back when it computes those of the first
-    assert most_in_passes(make_schedule("zb1p", 2, 4), 1, {1: large}, exchanges=False) == (2 * 100, 0)
+    assert most_in_passes(make_schedule("zb1p", 2, 4), 1, {1: large}, len, exchanges=False) == (2 * 100, 1, 0)
+
+
+def test_gradients_of_a_stage_are_there_after_its_first_backward_pass():
+    schedule, large = make_schedule("1f1b", 2, 4), {0: 100.0, 1: 1000.0}
+    found = [most_in_passes(schedule, r, {r: STAGE}, lambda begun: sum(large[s] for s in begun), False) for r in (0, 1)]
+    assert [most.gradients for most in found] == [100, 1000]
+    before = most_in_passes(make_schedule("gpipe", 2, 4), 0, {0: STAGE}, lambda begun: 5.0 * len(begun), False)
+    assert before.gradients == 0  # four micro-batches without gradients are more than three with them
 
 
 def test_passes_of_a_pair_run_at_the_same_time_only_where_they_exchange_rows():
     schedule, stages = make_schedule("dualpipev", 4, 8), dict.fromkeys((0, 3), STAGE)
-    together, in_turn = (sum(most_in_passes(schedule, 0, stages, exchanges)) for exchanges in (True, False))
+    together, in_turn = (
+        sum(most_in_passes(schedule, 0, stages, lambda begun: 0, exchanges)) for exchanges in (True, False)
+    )
     assert together == 4 * (10 + 3) + 18  # four micro-batches of stage 0, while stage 3 passes one back
     assert in_turn == 3 * (10 + 3) + 19  # three, before the first pair
 
@@ -253,6 +263,7 @@ def run_stage(
 MIXED = replace(ModelConfig.small(), num_hidden_layers=3)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("number", [0, 1], ids=["first", "last"])
 @pytest.mark.parametrize(
@@ -270,6 +281,7 @@ def test_passes_take_what_their_tensors_take_within_8_percent(number, recompute,
         assert found.deferred == pytest.approx(after, rel=0.08)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "later"])
 def test_weight_gradients_that_are_computed_later_take_no_more_than_their_operands(is_first):
     """Of so few tokens that a second copy of the gradients would take more."""

@@ -4,7 +4,7 @@ import re
 from collections import defaultdict
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -29,7 +29,13 @@ TITLES = {
     "alone": "one GPU", "both": "both stages on one GPU", "1f1b": "1F1B", "zb1p": "ZB1P", "dualpipev": "DualPipeV",
 }  # fmt: skip
 SCHEDULES = {"alone": "1f1b", "both": "dualpipev"}
-RECORDS = {"h100": "by_time_{}.txt", "h200": "h200_{}.txt"}
+RECORDS = {  # and which of their phases
+    "by_time_small.txt": ("h100", TITLES),
+    "by_time_medium.txt": ("h100", TITLES),
+    "h200_small.txt": ("h200", TITLES),
+    "h200_medium_1a106755.txt": ("h200", ["both"]),
+    "h200_medium_4bf774e2.txt": ("h200", TITLES),
+}
 MICRO_BATCHES = 16
 
 
@@ -46,9 +52,10 @@ class Phase(NamedTuple):
 @cache
 def phases() -> dict[str, Phase]:
     lines = defaultdict[str, list[dict[str, str]]](list)
-    for (gpu, record), name in product(RECORDS.items(), ("small", "medium")):
-        for match in LINE.finditer((RECORD / record.format(name)).read_text()):
-            lines[f"{gpu} {name} {match['phase']}"].append({"gpu": gpu, **match.groupdict()})
+    for record, (gpu, names) in RECORDS.items():
+        for match in LINE.finditer((RECORD / record).read_text()):
+            if match["phase"] in names:
+                lines[f"{gpu} {match['preset']} {match['phase']}"].append({"gpu": gpu, **match.groupdict()})
     return {name: read_phase(sorted(ranks, key=lambda line: line["rank"])) for name, ranks in lines.items()}
 
 
@@ -77,7 +84,8 @@ def read_phase(ranks: list[dict[str, str]]) -> Phase:
         sum(memory_of_rank(config.model, layout, cluster, schedule, plan.stages, rank).values()) / 2**30
         for rank in range(schedule.n_ranks)
     ]
-    peaks = [float(line["peak"]) - float(line["before"]) for line in ranks]
+    of_rank = [[line for line in ranks if line["rank"] == str(rank)] for rank in range(2)]  # in one or two commands
+    peaks = [max(float(line["peak"]) - float(line["before"]) for line in own) for own in of_rank]
     title = f"`{ranks[0]['preset']}`, {TITLES[phase]}"
     return Phase(title, [float(line["ms"]) for line in ranks], 1e3 * plan.seconds, peaks, planned * (3 - pp))
 
@@ -86,7 +94,7 @@ PHASES = (
     "h100 small alone", "h100 small both", "h100 small 1f1b", "h100 small zb1p", "h100 small dualpipev",
     "h100 medium alone", "h100 medium both", "h100 medium 1f1b", "h100 medium dualpipev",
     "h200 small alone", "h200 small 1f1b", "h200 small zb1p", "h200 small dualpipev",
-    "h200 medium alone", "h200 medium 1f1b", "h200 medium zb1p", "h200 medium dualpipev",
+    "h200 medium alone", "h200 medium both", "h200 medium 1f1b", "h200 medium zb1p", "h200 medium dualpipev",
 )  # fmt: skip
 
 
