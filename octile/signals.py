@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn, Self
 
+from octile.torchrun import own_rank
+
 SIGNALS = signal.SIGINT, signal.SIGTERM
 GRACE = 5.0  # seconds in which a second signal may interrupt the main thread, which a kernel can keep longer
 
@@ -77,6 +79,8 @@ def _is_main_thread() -> bool:
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
+    if own_rank():  # torchrun ends this rank since another one has ended, which has said why
+        os._exit(128 + number)
     _end_with_line("terminated" if number == signal.SIGTERM else "interrupted", number)
 
 

@@ -129,3 +129,12 @@ def test_only_the_first_signal_is_acknowledged():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert acknowledged == [signal.SIGINT]
+
+
+@pytest.mark.parametrize(("rank", "says"), [("0", "octile: terminated\n"), ("1", "")])
+def test_a_rank_that_torchrun_ends_while_it_imports_leaves_the_line_to_the_first(rank, says):
+    script = "import os, signal; from octile.signals import end_at_signals; end_at_signals(); os.kill(os.getpid(), 15)"
+    found = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "RANK": rank, "WORLD_SIZE": "2"}, stderr=subprocess.PIPE
+    )
+    assert (found.returncode, found.stderr.decode()) == (128 + signal.SIGTERM, says)

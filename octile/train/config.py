@@ -266,6 +266,11 @@ class TrainConfig:
                 f"telemetry_every must be from 1 to {self.steps}, the run's steps, or 0 for none; "
                 f"not {self.telemetry_every}"
             )
+        if self.guards is not None and self.parallel.ranks > 1:
+            raise ValueError(
+                f"guards must not be given on several ranks ({self.parallel.describe()}): they read telemetry, which "
+                "needs one rank"
+            )
         if self.guards is not None and not self.telemetry_every:
             raise ValueError("guards need telemetry: add --telemetry-every N")
         if self.telemetry_layers != "*" and not self.telemetry_every:
@@ -320,7 +325,8 @@ class TrainConfig:
             )
         if ranks > 1 and self.telemetry_every:
             raise ValueError(
-                f"telemetry_every must be 0 on several ranks ({self.parallel.describe()}), not {self.telemetry_every}"
+                f"telemetry_every must be 0 on several ranks ({self.parallel.describe()}), not {self.telemetry_every}: "
+                "it is measured where one rank has the whole model and batch"
             )
 
     @property

@@ -264,8 +264,6 @@ def _train(
     console.print_model(trainer)
     for description in trainer.strategy.descriptions():
         console.print(description)
-    if device.type == "cuda" and (reason := trainer.strategy.why_eager()):
-        console.print(f"steps are not captured in CUDA graphs, and launch kernel by kernel: {reason}")
     if config.init_from is not None and checkpoint is None:
         console.print(fine_tune.describe_initial_weights(trainer.model, config.init_from))
     detector = SpikeDetector(ranks.from_first(lambda: spikes_so_far(run).state, SpikeState))

@@ -270,6 +270,10 @@ RANKS = {  # the configuration: the message
         r"initial_batch_size must be at least 2, a sequence for each .* \(micro_batches 1, parallel.dp 2\), not 1",
     ),
     "telemetry": ({"parallel": {"dp": 2}, "telemetry_every": 5}, r"telemetry_every must be 0 on several ranks"),
+    "guards": (
+        {"parallel": {"dp": 2}, "guards": Path("rules.toml")},
+        r"guards must not be given on several ranks \(.*\)",
+    ),
 }
 
 

@@ -49,6 +49,28 @@ def test_gradients_of_micro_batches_are_added_in_place(new_trainer, monkeypatch:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"deterministic": True}, "kernel by kernel: deterministic kernels wait for the host"),
+        ({"recipe": "fp16_loss_scaling"}, "kernel by kernel: the host changes the loss scale"),
+    ],
+    ids=["deterministic", "loss scale"],
+)
+def test_a_run_on_a_gpu_says_why_its_steps_are_not_captured(new_trainer, settings, why):
+    strategy = new_trainer(**settings).strategy
+    assert strategy.descriptions() == []
+    strategy.device = torch.device("cuda")
+    (says,) = strategy.descriptions()
+    assert says == f"steps are not captured in CUDA graphs, and launch {why}"
+
+
+def test_a_run_on_a_gpu_says_nothing_where_its_steps_are_captured(new_trainer):
+    strategy = new_trainer().strategy
+    strategy.device = torch.device("cuda")
+    assert strategy.descriptions() == []
+
+
 def test_batches_are_prepared_while_the_host_waits_for_results(new_trainer, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(PreparedBatches, "prepare", lambda prepared: launched.append(len(trainer._launched)))
     trainer, launched = new_trainer(), list[int]()
@@ -68,6 +90,7 @@ def test_micro_batches_of_a_step_share_rotary_tables(new_trainer, monkeypatch: p
     assert len(tables) == 2
 
 
+@pytest.mark.one_case
 @every_recipe()
 def test_the_loss_falls_under_every_recipe(new_trainer, recipe):
     losses = run(new_trainer(recipe=recipe, steps=6), 6)
@@ -129,6 +152,7 @@ def test_another_seed_gives_another_run(new_trainer):
     assert run(new_trainer(), 1) != run(new_trainer(seed=1), 1)
 
 
+@pytest.mark.one_case
 @every_recipe(further=STATELESS_RECIPES)
 def test_a_run_continues_from_its_saved_state_bit_for_bit(new_trainer, tmp_path, recipe):
     straight = new_trainer(recipe=recipe)
@@ -196,6 +220,7 @@ def test_the_values_of_each_phase(scheduled):
     assert rates == pytest.approx([1, 1, 1, 1, 1, 0.55, 0.1, 0.1, 0.05, 0.05])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "step", [1, 3, 5, 7, *(pytest.param(step, marks=pytest.mark.exhaustive) for step in (2, 4, 6, 8, 9))]
 )
@@ -357,6 +382,7 @@ def test_a_loss_scale_that_overflows_skips_the_step_and_backs_off(new_trainer):
     assert torch.equal(trainer.model.lm_head.weight, before["lm_head.weight"])
 
 
+@pytest.mark.one_case
 @every_recipe(further=STATELESS_RECIPES)
 def test_validation_and_diagnostics_change_nothing(new_trainer, recipe):
     observed, unobserved = new_trainer(recipe=recipe), new_trainer(recipe=recipe)

@@ -147,8 +147,11 @@ class Strategy:
             self.use_recipe(self._recipes[saves])
 
     def descriptions(self) -> list[str]:
-        """Sentences about how the ranks share the model."""
-        return [] if self.expert_share is None else [str(self.expert_share)]
+        """Sentences about how the ranks share the model, and why a GPU's steps are not captured, if they are not."""
+        found = [] if self.expert_share is None else [str(self.expert_share)]
+        if self.device.type == "cuda" and (reason := self.why_eager()):
+            found.append(f"steps are not captured in CUDA graphs, and launch kernel by kernel: {reason}")
+        return found
 
     # A step
 
