@@ -76,9 +76,12 @@ def describe_pipeline(schedule: Schedule, layers: Sequence[range]) -> str:
     """Say how the layers of a model pass the ranks of a pipeline."""
     simulated, counts = simulate(schedule), [len(own) for own in layers]
     shown = f"{', '.join(map(str, counts[:-1]))} and {counts[-1]}" if len({*counts}) > 1 else f"{counts[0]}"
+    held = [[counts[stage] for stage in schedule.stages(rank)] for rank in range(schedule.n_ranks)]
+    by_rank = ", ".join(" + ".join(map(str, own)) for own in held)
+    several = f" (layers of each rank: {by_rank})" if any(len(own) > 1 for own in held) else ""
     return (
         f"pipeline: {SCHEDULES[schedule.name].title}, {schedule.n_stages} stages of {shown} "
-        f"layer{'s' if max(counts) > 1 else ''} on {schedule.n_ranks} ranks, {schedule.n_micro_batches} "
+        f"layer{'s' if max(counts) > 1 else ''} on {schedule.n_ranks} ranks{several}, {schedule.n_micro_batches} "
         f"micro-batch{'es' if schedule.n_micro_batches != 1 else ''}; "
         f"idle for {simulated.bubble / simulated.makespan:.0%} of a step if all stages take the same time, and a "
         "backward pass twice that of a forward pass" + ("; less with more --micro-batches" if simulated.bubble else "")
