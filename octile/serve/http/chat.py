@@ -36,6 +36,7 @@ PLAIN = """\
 {% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"""
 PLAIN_STOP = ("\n\nUser:",)
 NO_VARIABLES = "chat_template", "tokenize"  # arguments of transformers' function, which renders a template
+CLOCK = "strftime_now"  # the function of templates that gives the time
 DIGITS = 8  # of the number of a special token that a text spells
 ANSWER_MARKS = "marks of answers"  # the variable with what is written around an answer; no template can read its name
 
@@ -118,6 +119,7 @@ class ChatTemplate:
 
     Attributes:
         is_plain: whether the tokenizer has no template of its own.
+        reads_clock: whether what it writes may depend on the time.
         stop: strings that end an answer besides those of the request.
 
     Raises:
@@ -134,6 +136,7 @@ class ChatTemplate:
         self._special = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         self._source = _Source(PLAIN if source is None else source)
         self._tool_use = self._source if tool_use is None else _Source(tool_use)
+        self.reads_clock = any(one.reads_clock for one in (self._source, self._tool_use))
 
     @classmethod
     def load(cls, folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
@@ -346,6 +349,7 @@ class _Source:
         variables: names of the variables that it reads.
         reads_calls: whether it reads the tool_calls of messages.
         reads_thoughts: whether it reads the reasoning_content of messages.
+        reads_clock: whether what it writes may depend on the time.
         marks_answers: whether it marks what the assistant writes.
         begins_answers: whether it reads `add_generation_prompt`.
 
@@ -359,8 +363,9 @@ class _Source:
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        environment.globals[CLOCK] = lambda form: datetime.now().strftime(form)
         self.reads_calls, self.reads_thoughts = "tool_calls" in source, "reasoning_content" in source
+        self.reads_clock = CLOCK in source
         try:
             parsed = environment.parse(source)
             self.marks_answers = next(parsed.find_all(nodes.ExtensionAttribute), None) is not None

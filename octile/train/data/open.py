@@ -48,6 +48,7 @@ def _prepare_examples(config: TrainConfig, folder: Path, console: RunConsole) ->
             checkpoint_folder(config.init_from),
             held_out_sequences=config.val_sequences,
             progress=progress,
+            say=console.print,
         )
     console.print_examples(store, config.model.max_position_embeddings)
     _print_held_out(config, store, console)

@@ -109,7 +109,7 @@ def prepare(
         "held_out_windows": held_out_windows,
         "tokenizer": given and json_checksum([given.fingerprint, given.config]),
     }
-    if not _is_built(folder, str(source), settings):
+    if not is_built(folder, str(source), settings):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=BUILDING, dir=folder) as building:
             built = Path(building)
@@ -134,7 +134,8 @@ def _check_positive(**arguments: int) -> None:
             raise ValueError(f"{name} must be at least 1, not {value}")
 
 
-def _is_built(folder: Path, source: str, settings: dict[str, Any]) -> bool:
+def is_built(folder: Path, source: str, settings: dict[str, Any]) -> bool:
+    """Whether a folder has the store of a source with these settings."""
     if not (folder / MANIFEST).exists():
         return False
     there = Manifest.read(folder)

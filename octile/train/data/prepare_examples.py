@@ -1,6 +1,7 @@
 """Builds a token store of packed sequences from a file of examples.
 
-Each example is rendered and encoded, cut at the end if it is longer than a sequence, and left out if no token of it has
+A store of the same examples and settings is reused: that in the folder, or one in the cache (`token_cache`). Otherwise
+each example is rendered and encoded, cut at the end if it is longer than a sequence, and left out if no token of it has
 a loss then. Examples with the same prompt are held out together: by the digest of the tokens before the first
 answer to a user, by the rule by which documents are (`CorpusIndex.hold_out`).
 """
@@ -11,24 +12,39 @@ import hashlib
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from octile.checkpoint.files import checksum
+from octile.report.machine import version_of
 from octile.serve.http.chat import ChatTemplate
 from octile.tokenizer import Tokenizer
+from octile.train.data import token_cache
 from octile.train.data.corpus import LeftOut
 from octile.train.data.corpus_index import BYTES_PER_TOKEN, CorpusIndex
 from octile.train.data.examples import Example, read_examples
 from octile.train.data.packed_tokens import FIRST, LOSS, best_fit
-from octile.train.data.prepare import BUILDING, Progress, publish
+from octile.train.data.prepare import BUILDING, Progress, is_built, publish
 from octile.train.data.token_store import LEFT_OUT, PARTS, Manifest, Packed, TokenStore, TokenWriter
-from octile.validation import read_text
+from octile.train.run.source_digest import source_digest
+from octile.validation import json_checksum, read_text
 
+PREPARED_BY = (  # the source on which the tokens of examples depend
+    "serve/http/chat.py",
+    "serve/http/reasoning.py",
+    "tokenizer.py",
+    "train/data/corpus_index.py",
+    "train/data/examples.py",
+    "train/data/packed_tokens.py",
+    "train/data/prepare_examples.py",
+    "train/data/token_store.py",
+)
 NO_LOSS = "without_a_token_that_has_a_loss"
 ANSWER_CUT = "whose_answer_begins_after_the_end_of_a_sequence"
 CHAT_TEMPLATE = "chat_template.jinja"  # precedes the template in a tokenizer's configuration
@@ -52,8 +68,12 @@ def prepare_examples(
     *,
     held_out_sequences: int = 64,
     progress: Progress = lambda stage, share: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> TokenStore:
-    """Build the token store of a file of examples in a folder.
+    """Build the token store of a file of examples in a folder, or reuse one with the same examples and settings.
+
+    One in the folder is reused, or else one in the cache (`token_cache`), of which the folder gets a copy; but not
+    where the chat template reads the clock.
 
     Args:
         source: the file.
@@ -63,6 +83,7 @@ def prepare_examples(
         tokenizer: the folder of the tokenizer and its chat template.
         held_out_sequences: the minimum of held-out sequences, if a tenth of the tokens suffices for them.
         progress: called with the name of a stage and its progress from 0 to 1.
+        say: called with a line if the store comes from the cache, or another process is waited for.
 
     Raises:
         FileNotFoundError: the tokenizer does not exist.
@@ -74,9 +95,38 @@ def prepare_examples(
     progress("reading", 0.0)
     loaded = Tokenizer.load(tokenizer)
     template = ChatTemplate.load(Path(tokenizer), loaded)
+    kept = _with_template(loaded, Path(tokenizer))
+    settings = {
+        "text": checksum(source)["sha256"],
+        "preparation": source_digest(PREPARED_BY),
+        "versions": [version_of("tokenizers"), version_of("jinja2")],
+        "sequence_length": sequence_length,
+        "held_out_sequences": held_out_sequences,
+        "tokenizer": json_checksum([kept.fingerprint, kept.config]),
+    }
+    if template.reads_clock or not is_built(folder, str(source), settings):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=BUILDING, dir=folder) as building:
+            built = Path(building)
+            build = partial(_build, built, source, settings, kept, template, progress)
+            manifest = build() if template.reads_clock else token_cache.fetch(settings, built, build, say)
+            replace(manifest, source=str(source)).write(built)
+            publish(built, folder, manifest)
+    return TokenStore.open(folder)
+
+
+def _build(
+    folder: Path,
+    source: Path,
+    settings: dict[str, Any],
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    progress: Progress,
+) -> Manifest:
+    sequence_length = settings["sequence_length"]
     texts, left_out, lengths = list[_Text](), list[LeftOut](), list[int]()
     done, total = 0, max(source.stat().st_size, 1)
-    for example in read_examples(source, loaded, template):
+    for example in read_examples(source, tokenizer, template):
         done += example.n_bytes
         progress("encoding", done / total)
         lengths.append(len(example.tokens))
@@ -92,42 +142,37 @@ def prepare_examples(
             f"data {str(source)!r} has too few examples: at least two with different prompts are needed, one to train "
             f"on and one to hold out, and {len(texts)} can be used{without}"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=BUILDING, dir=folder) as building:
-        built = Path(building)
-        _with_template(loaded, Path(tokenizer)).save(built)
-        (built / LEFT_OUT).write_text("".join(f"{reason}: {line}\n" for reason, line in left_out))
-        parts = dict(zip(PARTS, _split(texts, sequence_length, held_out_sequences), strict=True))
-        packed = Packed(
-            sequence_length=sequence_length,
-            max_texts=0,
-            labels={part: sum(int((text.marks & LOSS != 0).sum()) for text in parts[part]) for part in PARTS},
-            padding={},
-            truncated=sum(length > sequence_length for length in lengths),
-            longest=max(lengths),
-            has_plain_template=template.is_plain,
-        )
-        for part in PARTS:
-            max_texts, padding = _write(built, part, parts[part], sequence_length, loaded)
-            packed = replace(
-                packed, max_texts=max(packed.max_texts, max_texts), padding={**packed.padding, part: padding}
-            )
-        manifest = Manifest(
-            source=str(source),
-            settings={"sequence_length": sequence_length, "held_out_sequences": held_out_sequences},
-            fingerprint=checksum(source)["sha256"],
-            vocab_size=loaded.vocab_size,
-            documents={part: len(parts[part]) for part in PARTS},
-            bytes={part: sum(text.n_bytes for text in parts[part]) for part in PARTS},
-            tokens={part: sum(len(text.tokens) for text in parts[part]) for part in PARTS},
-            skipped=dict(Counter(reason for reason, _ in left_out)),
-            sha256={},
-            packed=packed,
-        )
-        manifest = replace(manifest, sha256={name: checksum(built / name)["sha256"] for name in manifest.files})
-        manifest.write(built)
-        publish(built, folder, manifest)
-    return TokenStore.open(folder)
+    tokenizer.save(folder)
+    (folder / LEFT_OUT).write_text("".join(f"{reason}: {line}\n" for reason, line in left_out))
+    parts = dict(zip(PARTS, _split(texts, sequence_length, settings["held_out_sequences"]), strict=True))
+    packed = Packed(
+        sequence_length=sequence_length,
+        max_texts=0,
+        labels={part: sum(int((text.marks & LOSS != 0).sum()) for text in parts[part]) for part in PARTS},
+        padding={},
+        truncated=sum(length > sequence_length for length in lengths),
+        longest=max(lengths),
+        has_plain_template=template.is_plain,
+    )
+    for part in PARTS:
+        max_texts, padding = _write(folder, part, parts[part], sequence_length, tokenizer)
+        packed = replace(packed, max_texts=max(packed.max_texts, max_texts), padding={**packed.padding, part: padding})
+    text = checksum(source)["sha256"]
+    manifest = Manifest(
+        source=str(source),
+        settings=settings if text == settings["text"] else {**settings, "text": None},  # the file has changed meanwhile
+        fingerprint=text,
+        vocab_size=tokenizer.vocab_size,
+        documents={part: len(parts[part]) for part in PARTS},
+        bytes={part: sum(text.n_bytes for text in parts[part]) for part in PARTS},
+        tokens={part: sum(len(text.tokens) for text in parts[part]) for part in PARTS},
+        skipped=dict(Counter(reason for reason, _ in left_out)),
+        sha256={},
+        packed=packed,
+    )
+    manifest = replace(manifest, sha256={name: checksum(folder / name)["sha256"] for name in manifest.files})
+    manifest.write(folder)
+    return manifest
 
 
 def _text(example: Example, sequence_length: int) -> _Text | None:

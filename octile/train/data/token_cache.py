@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from octile.kernels import disk_cache
-from octile.train.data.token_store import FILES, LEFT_OUT, MANIFEST, Manifest, check_files
+from octile.train.data.token_store import LEFT_OUT, MANIFEST, Manifest, check_files
 from octile.validation import json_checksum
 
 log = logging.getLogger("octile")
@@ -79,7 +79,7 @@ def fetch(
         if manifest.settings != settings:
             return None
         try:
-            _copy(path, destination)
+            _copy(path, destination, manifest)
         except FileNotFoundError:  # the cache is being emptied
             return None
         say(f"tokens from the cache ({path})")
@@ -87,7 +87,7 @@ def fetch(
 
     def write(manifest: Manifest) -> None:
         if manifest.settings == settings:
-            _store(destination, path)
+            _store(destination, path, manifest)
         else:
             _cannot_store(RuntimeError("files of the data changed while they were read"))
 
@@ -103,12 +103,12 @@ def fetch(
     )
 
 
-def _store(source: Path, path: Path) -> None:
+def _store(source: Path, path: Path, manifest: Manifest) -> None:
     partial = path.with_suffix(".partial")  # only the holder of the lock writes it
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir()
-        _copy(source, partial)
+        _copy(source, partial, manifest)
         shutil.rmtree(path, ignore_errors=True)  # one that is damaged
         os.rename(partial, path)
     except OSError:
@@ -116,8 +116,8 @@ def _store(source: Path, path: Path) -> None:
         raise
 
 
-def _copy(source: Path, destination: Path) -> None:
-    for name in (*FILES, LEFT_OUT, MANIFEST):
+def _copy(source: Path, destination: Path, manifest: Manifest) -> None:
+    for name in (*manifest.files, LEFT_OUT, MANIFEST):
         shutil.copyfile(source / name, destination / name)
 
 

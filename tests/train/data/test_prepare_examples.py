@@ -1,15 +1,18 @@
 """Tests of stores of examples: what is trained on, cut, left out and held out, and which lines are refused."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from octile.tokenizer import Tokenizer
+from octile.train.data import prepare_examples as prepare_examples_module
+from octile.train.data.examples import read_examples
 from octile.train.data.packed_tokens import LOSS
 from octile.train.data.prepare_examples import ANSWER_CUT, NO_LOSS, prepare_examples
-from octile.train.data.token_store import TokenStore
+from octile.train.data.token_store import LEFT_OUT, MANIFEST, TokenStore
 from tests.train.conftest import silent_console
 
 TEMPLATE = """\
@@ -190,3 +193,75 @@ def test_too_few_examples_are_refused(prepared):
         ValueError, match=r"too few examples: at least two .*, and 1 can be used; left out: 1 whose answer"
     ):
         prepared({"text": "hello"}, {"prompt": "x" * 99, "completion": "a"})
+
+
+ROWS = ({"prompt": "hello", "completion": " day"}, TALK, {"text": "good"}, {"text": "day hello"})
+
+
+@pytest.fixture
+def again(tokenizer, tmp_path, monkeypatch):
+    """Return again(…): the lines that a preparation in a new folder prints, and whether it has read the examples."""
+    monkeypatch.setenv("OCTILE_CACHE_DIR", str(tmp_path / "cache"))
+    file = tmp_path / "x.jsonl"
+    file.write_text("\n".join(map(json.dumps, ROWS)))
+    read, folders = list[Path](), iter(range(9))
+    monkeypatch.setattr(
+        prepare_examples_module, "read_examples", lambda *of: (read.append(of[0]), read_examples(*of))[1]
+    )
+
+    def prepare(length: int = 32, folder: Path | None = None, tokenizer: Path = tokenizer) -> tuple[str, bool]:
+        lines = list[str]()
+        read.clear()
+        where = folder or tmp_path / f"data{next(folders)}"
+        store = prepare_examples(file, where, length, tokenizer, held_out_sequences=1, say=lines.append)
+        assert sorted(name.name for name in where.iterdir()) == sorted([*store.manifest.files, LEFT_OUT, MANIFEST])
+        return "".join(lines), bool(read)
+
+    return prepare
+
+
+def test_examples_that_were_prepared_before_come_from_the_cache(again, tmp_path):
+    assert again() == ("", True)
+    says, read = again()
+    assert says.startswith("tokens from the cache (")
+    assert not read
+    first, second = (TokenStore.open(tmp_path / f"data{n}") for n in range(2))
+    assert texts(first) == texts(second)
+    assert first.manifest == second.manifest
+
+
+def test_examples_in_the_folder_are_used_again(again, tmp_path):
+    again(folder=tmp_path / "same")
+    assert again(folder=tmp_path / "same") == ("", False)
+
+
+@pytest.mark.parametrize("change", ["length", "examples", "template"])
+def test_other_examples_or_settings_are_prepared_anew(again, tokenizer, tmp_path, change):
+    other = tmp_path / "tokenizer"
+    shutil.copytree(tokenizer, other)
+    again(tokenizer=other)
+    if change == "examples":
+        with (tmp_path / "x.jsonl").open("a") as file:
+            file.write("\n" + json.dumps({"text": "more"}))
+    if change == "template":
+        (other / "chat_template.jinja").write_text(TEMPLATE)
+    assert again(length=33 if change == "length" else 32, tokenizer=other) == ("", True)
+
+
+def test_examples_whose_template_reads_the_clock_are_prepared_anew(again, tokenizer, tmp_path):
+    dated = tmp_path / "tokenizer"
+    shutil.copytree(tokenizer, dated)
+    (dated / "chat_template.jinja").write_text("{{ strftime_now('%d') }}" + TEMPLATE)
+    for folder in (tmp_path / "one", tmp_path / "one", tmp_path / "two"):
+        assert again(tokenizer=dated, folder=folder) == ("", True)
+
+
+def test_examples_that_change_while_they_are_read_are_not_cached(again, tmp_path, monkeypatch, caplog):
+    def change(file: Path, *of):
+        yield from read_examples(file, *of)
+        file.write_text(file.read_text() + "\n" + json.dumps({"text": "more"}))
+
+    monkeypatch.setattr(prepare_examples_module, "read_examples", change)
+    again()
+    assert "changed while they were read" in caplog.text
+    assert not list((tmp_path / "cache" / "tokens").glob("*/manifest.json"))

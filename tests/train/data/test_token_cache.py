@@ -16,6 +16,7 @@ import pytest
 
 from octile.tokenizer import Tokenizer
 from octile.train.data import prepare as data
+from octile.train.data import prepare_examples as examples
 from octile.train.data import token_cache
 from octile.train.data.prepare import prepare
 from octile.train.data.token_store import FILES, LEFT_OUT, MANIFEST, TokenStore
@@ -197,16 +198,24 @@ def test_another_version_of_the_code_is_a_new_entry(source, preparation, monkeyp
 DECIDES_NOTHING = {"batches", "packed_tokens", "source_digest", "streamed_tokens", "token_cache"}
 
 
-def test_the_code_of_which_the_version_counts_is_all_that_prepares_tokens():
+@pytest.mark.parametrize(
+    ("prepared_by", "others"),
+    [
+        (data.PREPARED_BY, set()),
+        (examples.PREPARED_BY, {"corpus", "prepare"}),
+    ],  # a name and a folder's are taken from these
+    ids=["text", "examples"],
+)
+def test_the_code_of_which_the_version_counts_is_all_that_prepares_tokens(prepared_by, others):
     package = Path(data.__file__).parents[2]
     imported = {
         name
-        for file in data.PREPARED_BY
+        for file in prepared_by
         for node in ast.walk(ast.parse((package / file).read_text(encoding="utf-8")))
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("octile.train")
         for name in (node.module.split(".")[3:] or [alias.name for alias in node.names])
     }
-    assert imported - DECIDES_NOTHING <= {Path(file).stem for file in data.PREPARED_BY}
+    assert imported - DECIDES_NOTHING - others <= {Path(file).stem for file in prepared_by}
 
 
 def test_another_version_of_the_package_tokenizers_is_a_new_entry(source, preparation, monkeypatch):
