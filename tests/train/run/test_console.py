@@ -37,7 +37,8 @@ def shown(source: Path, folder: Path) -> list[str]:
     return console.console.file.getvalue().splitlines()
 
 
-def test_the_stages_of_preparing_the_data_are_printed_without_a_terminal(source, tmp_path):
+def test_the_stages_of_preparing_the_data_are_printed_without_a_terminal(source, tmp_path, monkeypatch):
+    monkeypatch.setenv("OCTILE_CACHE_DIR", str(tmp_path / "cache"))  # other tests prepare the same text
     console = silent_console()
     with console.stages() as progress:
         prepare(source, 300, tmp_path / "data", 16, progress=progress)
