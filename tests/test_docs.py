@@ -182,6 +182,7 @@ def test_a_picture_is_a_file_that_contains_its_colors(tmp_path: Path, monkeypatc
     assert set(re.findall(r"var\((--\w+)\)", svg)) <= set(re.findall(r"(--\w+):", svg))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", ["roofline", "split_kv", "steps", "whole_step"])
 def test_the_pictures_of_decoding_are_those_of_the_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

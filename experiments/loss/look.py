@@ -10,34 +10,35 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from experiments.loss.plans import PLANS, Plan
-from experiments.loss.report import BAR, Results, gap
+from experiments.loss.report import BAR, gap
+from experiments.loss.runs import read_runs
 from octile.bench.rows import align_columns
 from octile.report.compare.intervals import Interval, student_interval
 from octile.report.compare.summary import span
 
 ENDED = "done", "diverged"
+Result = dict[str, Any]
 
 
-def look(plan: Plan, r: Results) -> str:
+def look(plan: Plan, runs: Sequence[Result]) -> str:
     """Format a line for each recipe of the plan: its gaps, their interval, and the verdict.
 
     Raises:
-        ValueError: a run of the plan has not ended.
+        ValueError: a run of the plan has not ended, or there are two of it, or the runs of a seed are of several kinds
+            of GPU or commits.
     """
-    missing = [name for _, _, name in plan.runs if r.all.get(name, {}).get("state") not in ENDED]
-    if missing:
-        raise ValueError(
-            f"RUNS must have all {len(plan.runs)} runs of {plan.name} before its one look; {len(missing)} have not "
-            f"ended, the first of them {missing[0]}"
-        )
+    found = _check_complete(plan, runs)
     rows = [["recipe", "pairs", "mean gap", "deviation", "95% interval", "verdict", "gaps"]]
     for recipe in plan.recipes:
-        pairs = [(r.all[f"{plan.name}-{recipe}-{seed}"], r.all[f"{plan.name}-bf16-{seed}"]) for seed in plan.seeds]
+        pairs = [(found[f"{plan.name}-{recipe}-{seed}"], found[f"{plan.name}-bf16-{seed}"]) for seed in plan.seeds]
         diverged = sum("diverged" in (run["state"], base["state"]) for run, base in pairs)
         if diverged:
             rows.append([recipe, str(len(pairs)), "", "", "", f"not shown: {diverged} diverged", ""])
@@ -49,6 +50,35 @@ def look(plan: Plan, r: Results) -> str:
             verdict(interval), ", ".join(f"{one:+.2%}" for one in gaps),
         ])  # fmt: skip
     return align_columns(rows, right={"pairs", "mean gap", "deviation", "95% interval"})
+
+
+def _check_complete(plan: Plan, runs: Sequence[Result]) -> dict[str, Result]:
+    """Return the runs of a plan by name; see `look` for what is refused."""
+    names = {name for _, _, name in plan.runs}
+    ended = [run for run in runs if run["job"]["name"] in names and run["state"] in ENDED]
+    found = {run["job"]["name"]: run for run in ended}
+    if missing := [name for _, _, name in plan.runs if name not in found]:
+        raise ValueError(
+            f"RUNS must have all {len(plan.runs)} runs of {plan.name} before its one look; {len(missing)} have not "
+            f"ended, the first of them {missing[0]}"
+        )
+    twice = [name for name, count in Counter(run["job"]["name"] for run in ended).items() if count > 1]
+    if twice:
+        raise ValueError(f"RUNS must have each run of {plan.name} once, and have several of {', '.join(twice)}")
+    for seed in plan.seeds:
+        of_seed = {_where(found[name]) for _, other, name in plan.runs if other == seed}
+        if len(of_seed) > 1 or None in next(iter(of_seed)):
+            raise ValueError(
+                f"the runs of a seed must be of one kind of GPU and one commit, and those of {plan.name}, seed {seed}, "
+                f"are of {sorted(map(str, of_seed))}"
+            )
+    return found
+
+
+def _where(run: Result) -> tuple[str | None, str | None]:
+    """The kind of GPU and the commit of a run, None where it does not say."""
+    facts = run.get("facts", {})
+    return facts.get("device"), facts.get("machine", {}).get("commit")
 
 
 def verdict(interval: Interval | None) -> str:
@@ -66,6 +96,6 @@ if __name__ == "__main__":
     parser.add_argument("runs", type=Path, nargs="+", help="folders with results, JOB.json.gz")
     asked = parser.parse_args()
     try:
-        print(look(PLANS[asked.plan], Results.read(*asked.runs)))
-    except (ValueError, FileNotFoundError) as error:
+        print(look(PLANS[asked.plan], [run for folder in asked.runs for run in read_runs(folder)]))
+    except ValueError as error:
         parser.error(str(error))

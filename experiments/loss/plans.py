@@ -36,6 +36,6 @@ PLANS = {
         Plan("planned-30m", "30m", "to-zero", ("deepseek_v3", "e5m2"), range(4, 28)),
         Plan("planned-30m-muon", "30m", "muon", ("deepseek_v3", "without_fprop"), range(4, 16)),
         Plan("planned-80m-muon", "80m", "muon", ("deepseek_v3",), range(12)),
-        Plan("planned-150m", "150m", "to-zero", ("deepseek_v3",), range(2, 6)),
+        Plan("planned-150m", "150m", "to-zero", ("deepseek_v3",), range(2, 11)),
     )
 }

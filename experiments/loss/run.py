@@ -28,6 +28,7 @@ from typing import Any, get_args
 
 from experiments.loss.jobs import Group, Job, all_jobs, named
 from experiments.loss.runs import read_result, read_runs, result_file, write_result
+from octile.report.machine import machine
 
 OVERHEAD_SECONDS = 45.0  # estimated time before the first step and after the last
 STOP_SECONDS = 60.0  # how long a stopped run may take to write its result
@@ -224,6 +225,8 @@ def main() -> None:
             jobs = named(jobs, only)
         except ValueError as error:
             parser.error(str(error))
+    if any(job.group == "planned" for job in jobs) and machine()["commit"] is None:
+        parser.error("the runs of a plan record their commit: run them in a clone, or set OCTILE_COMMIT")
     asked.out.mkdir(parents=True, exist_ok=True)
     if asked.known:
         known = [result for result in read_runs(asked.known) if result["job"]["name"] not in only]

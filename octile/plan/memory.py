@@ -86,7 +86,7 @@ def memory_of_rank(
         Activations are what is saved for backward passes, and operands of weight gradients that are deferred. Working
         memory is what passes take besides: logits, tensors of the pass that runs, messages to other ranks. Where an
         update by Muon takes more than a pass, it is what that takes beyond the activations, which it does not need.
-        In a pipeline gradients are those of the stages that have begun with theirs, without one all.
+        In a pipeline gradients are those of the stages that have computed some, without one all.
     """
     own = [stages[stage] for stage in schedule.stages(rank)]
     routed, quantized, rest = held_parameters(c, layout, own)

@@ -20,6 +20,7 @@ from octile.plan.stages import Part, Stage
 from octile.plan.work import tiles
 
 GRADIENT_BYTES = 4  # FP32
+COMPUTE_GRADIENTS = ActionType.FULL_BACKWARD, ActionType.BACKWARD_WEIGHT
 
 
 class PassBytes(NamedTuple):
@@ -83,8 +84,9 @@ def most_in_passes(
 ) -> MostBytes:
     """The bytes of a rank's passes when they are most.
 
-    The weight gradients of a stage begin with its first micro-batch. While they are computed layer by layer,
-    activations are freed, so that their sum lies between those before and after that pass.
+    The weight gradients of a stage are counted once those of its first micro-batch have been computed. In that pass
+    they are allocated layer by layer while activations are freed, of which only its beginning and its end are counted:
+    with one or two micro-batches up to 3% of a rank's memory are missing.
 
     Args:
         schedule, rank: say in which order passes run.
@@ -94,31 +96,30 @@ def most_in_passes(
             backward pass runs first (`octile.nn.interleave`).
     """
     held = logits = 0.0
-    begun = set[int]()
+    begun = set[int]()  # the stages that have gradients
+    there = gradients(begun)
     most = MostBytes(0.0, 0.0, 0.0)
     for action in schedule.actions[rank]:
         both = parts(action)
         for part in both if exchanges else reversed(both):
             stage, kind = part.stage_index, part.computation_type
             own = passes[stage]
-            before = gradients(begun)
             if kind == ActionType.FORWARD:
                 held, logits = held + own.saved, logits + own.logits
-                now = MostBytes(held, before, logits)
+                now = MostBytes(held, there, logits)
             elif kind == ActionType.BACKWARD_WEIGHT:
-                now = MostBytes(held, before, logits)
+                now = MostBytes(held, there, logits)
                 held -= own.deferred
-                begun.add(stage)
             else:
                 held, logits = held - own.saved, logits - own.logits
                 is_full = kind == ActionType.FULL_BACKWARD
                 saved, total = own.backward if is_full else own.input_gradient
-                now = MostBytes(held + saved, before, logits + total - saved)
-                if is_full:
-                    begun.add(stage)
-                else:
-                    held += own.deferred
-            after = MostBytes(held, gradients(begun), logits)
+                now = MostBytes(held + saved, there, logits + total - saved)
+                held += 0.0 if is_full else own.deferred
+            if kind in COMPUTE_GRADIENTS and stage not in begun:
+                begun.add(stage)
+                there = gradients(begun)
+            after = MostBytes(held, there, logits)
             most = max(most, now, after, key=sum)
     return most
 

@@ -22,6 +22,7 @@ def test_both_forms_of_the_model_are_compared_with_a_gemm(rows):
     assert "wgmma" in lab.show(rows)
 
 
+@pytest.mark.slow
 def test_telemetrys_cost_is_that_of_a_measured_step_spread_over_all(rows):
     measured, added = rows[-2:]
     assert (measured.unit, added.unit) == ("ms", "%")

@@ -18,6 +18,7 @@ def test_the_message_of_an_exception_comes_back():
         call_in_subprocess(math.sqrt, -1, seconds=60)
 
 
+@pytest.mark.slow
 def test_a_call_that_never_ends_is_killed():
     start = time.monotonic()
     with pytest.raises(TimeoutError, match="has not ended within"):

@@ -17,6 +17,7 @@ from octile.nn.conversion import apply_recipe
 every_case = pytest.mark.parametrize("case", CPU_CASES, ids=lambda case: case.config)
 
 
+@pytest.mark.one_case
 @every_case
 def test_a_step_computes_the_gradients_of_all_layers(case: Case):
     candidate = _prepare(case, apply_recipe, compilation="none")
@@ -60,6 +61,7 @@ def without_a_compiler(monkeypatch):
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "layers"), [(CPU_CASES[0], "layers"), (CPU_CASES[2], "model.layers")], ids=["layers", "head"]
 )

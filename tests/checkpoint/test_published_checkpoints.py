@@ -236,6 +236,7 @@ def test_every_release_is_written_back_bit_for_bit(tmp_path, publish, same, publ
     assert changed(before, stored(tmp_path / "again"), same) == []
 
 
+@pytest.mark.one_case
 @EVERY_RELEASE
 def test_every_key_of_a_published_configuration_is_written_back(tmp_path, publish, published):
     save(load(publish(published)[0]), tmp_path / "again")

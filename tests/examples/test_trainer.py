@@ -63,6 +63,7 @@ def same(a, b):
     return all(t.equal(b.state_dict()[name]) for name, t in a.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config_class", [pytest.param(LlamaConfig, marks=pytest.mark.exhaustive), Qwen3Config])
 def test_a_run_that_resumes_from_the_trainers_checkpoint_ends_with_the_same_bits(tmp_path, config_class):
     settings = {"bf16": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
@@ -74,6 +75,7 @@ def test_a_run_that_resumes_from_the_trainers_checkpoint_ends_with_the_same_bits
     assert not same(stopped, resumed)
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_changes_no_bit(tmp_path):
     plain, checkpointed = build(), build()
     fit(plain, tmp_path / "plain", bf16=True)

@@ -107,6 +107,7 @@ def test_a_branch_continues_where_the_trunk_ended(store, branched, recipe):
         assert result["val_loss"][-1] != whole["val_loss"][-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("trained", "other"), [("bf16", "deepseek_v3"), ("deepseek_v3", "bf16")])
 def test_weights_under_another_recipe_lose_what_a_model_of_that_recipe_loses(store, trained, other):
     config = job("core", "toy", trained, 0, TOKENS).config()
@@ -173,6 +174,7 @@ def test_drafts_are_measured_where_there_are_any(store, tmp_path):
     assert result["mtp_loss"][-1] > 0
 
 
+@pytest.mark.slow
 def test_a_run_of_balance_stores_the_load_of_every_expert(store, tmp_path):
     result = run(store, tmp_path, job("balance", "toy", "bf16", 0, TOKENS))
     assert len(result["loads"]) == len(result["steps"]) == 4

@@ -6,7 +6,7 @@ from experiments.loss.jobs import DESIGNS, all_jobs
 from experiments.loss.look import look, verdict
 from experiments.loss.plans import PLANS, Plan
 from experiments.loss.recipes import recipe
-from experiments.loss.report import BAR, Results
+from experiments.loss.report import BAR
 from octile.report.compare.intervals import Interval
 
 PLAN = Plan("planned-some", "30m", "muon", ("deepseek_v3", "e5m2"), range(4, 7))
@@ -17,10 +17,11 @@ def results(**states):
     runs = []
     for recipe_name, seed, name in PLAN.runs:
         job = {"name": name, "group": "planned", "size": "30m", "recipe": recipe_name, "seed": seed}
+        facts = {"device": "NVIDIA H200", "machine": {"commit": "abc"}}
         loss = LOSSES[recipe_name][seed - 4]
         state = states.get(f"{recipe_name}_{seed}", "done")
-        runs.append({"job": job, "state": state, "val_steps": [1526], "val_loss": [loss]})
-    return Results(runs)
+        runs.append({"job": job, "state": state, "val_steps": [1526], "val_loss": [loss], "facts": facts})
+    return runs
 
 
 def rows(text):
@@ -45,6 +46,38 @@ def test_a_run_that_diverged_is_not_shown_to_be_equal():
     found = rows(look(PLAN, results(deepseek_v3_5="diverged")))
     assert "not shown: 1 diverged" in found["deepseek_v3"]
     assert " outside " in found["e5m2"]
+
+
+def test_a_run_that_is_there_twice_is_refused():
+    runs = results()
+    with pytest.raises(ValueError, match=r"each run of planned-some once, and have several of planned-some-e5m2-6$"):
+        look(PLAN, [*runs, runs[-1]])
+
+
+def test_a_run_that_has_not_ended_does_not_count_as_a_second_one():
+    runs = results()
+    assert look(PLAN, [{**runs[-1], "state": "stopped"}, *runs]) == look(PLAN, runs)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"device": "NVIDIA H100 80GB HBM3", "machine": {"commit": "abc"}},
+        {"device": "NVIDIA H200", "machine": {"commit": "def"}},
+        {"device": "NVIDIA H200", "machine": {"commit": None}},
+    ],
+    ids=["another GPU", "another commit", "no commit"],
+)
+def test_the_runs_of_a_seed_are_of_one_gpu_and_commit(facts):
+    *others, last = results()
+    with pytest.raises(ValueError, match=r"one kind of GPU and one commit, and those of planned-some, seed 6"):
+        look(PLAN, [*others, {**last, "facts": facts}])
+
+
+def test_runs_that_do_not_say_their_commit_are_refused():
+    runs = [{**run, "facts": {"device": "NVIDIA H200", "machine": {"commit": None}}} for run in results()]
+    with pytest.raises(ValueError, match="one kind of GPU and one commit"):
+        look(PLAN, runs)
 
 
 @pytest.mark.parametrize(

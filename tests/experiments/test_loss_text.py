@@ -81,6 +81,7 @@ def parts_with(packed, chunk):
     return {part for part in packed.iterdir() if any(part.glob(chunk))}
 
 
+@pytest.mark.slow
 def test_a_packed_store_is_restored_unchanged(store, packed, tmp_path):
     parts = list(packed.iterdir())
     assert len(parts_with(packed, "train.npy.*")) > 2
@@ -95,6 +96,7 @@ def test_a_part_is_no_larger_than_the_limit(packed):
     assert any(len(sizes) > 1 for sizes in parts)
 
 
+@pytest.mark.slow
 def test_a_part_that_is_missing_is_noticed(packed, tmp_path):
     parts = set(packed.iterdir())
     with pytest.raises(ValueError, match=r"train\.npy fails its checksum"):

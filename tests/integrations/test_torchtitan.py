@@ -98,6 +98,7 @@ def test_a_recipe_is_read_from_a_file(tmp_path: Path):
         converter("--octile.recipe", str(tmp_path / "missing.toml"))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("degrees", "transposed"),
     [({"dp_replicate": 2}, "cached"), ({"pp": 2}, "cached"), ({"dp_shard": 2}, None), ({"tp": 2}, None)],
@@ -112,6 +113,7 @@ def test_a_recipe_file_decides_what_becomes_of_transposed_weights(tmp_path: Path
     assert converter("--octile.recipe", str(file)).recipe.transposed_weights == "recomputed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("degrees", "kind"), [({"dp_shard": 2, "ep": 2}, FusedMoE), ({"tp": 2}, moe.MoE)])
 def test_octile_moves_the_rows_of_mixtures_unless_tensor_parallelism_divides_them(degrees: dict[str, int], kind: type):
     with torch.device("meta"):

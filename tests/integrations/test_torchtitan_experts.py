@@ -53,6 +53,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], of_norm:
         assert (value - expected[name]).norm() <= of_norm * expected[name].norm(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("intermediate", [I, 96], ids=["fused", "grouped GEMMs"])
 @settings(max_examples=10, deadline=None)
 @given(

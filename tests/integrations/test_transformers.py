@@ -138,6 +138,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], of_norm:
 # One experts module vs. transformers' own function
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("intermediate", [I, 96], ids=["fused", "grouped GEMMs"])
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**16), tokens=st.integers(1, 40), chosen=st.integers(K, E))
@@ -201,6 +202,7 @@ def transposed_swiglu_experts() -> nn.Module:
     return module
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("make_experts", "recipe"),
     [
@@ -312,6 +314,7 @@ def test_all_but_heads_gates_and_embeddings_are_converted(name):
     assert skipped == {"output head": 1}
 
 
+@pytest.mark.one_case
 @every_model
 def test_a_converted_model_is_near_the_model(name):
     model, tokens = make(name), torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -355,6 +358,7 @@ def test_gradients_with_checkpointing_are_the_same(reentrant):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.one_case
 @every_model
 def test_a_saved_model_loads_in_transformers_and_computes_the_same_when_converted(name, tmp_path):
     model, tokens = apply_recipe(make(name)), torch.randint(64, (2, 16))
@@ -419,6 +423,7 @@ def test_a_model_is_converted_to_another_recipe():
     assert layers(model) == "converted 32 of 33 linear layers to per_tensor, skipped 1: 1 × output head"
 
 
+@pytest.mark.slow
 def test_torch_compile_has_the_same_results_without_graph_breaks():
     module, batch = apply_recipe(experts()), routing()
     expected = results(module, *batch)
@@ -475,6 +480,7 @@ def test_in_high_precision_a_converted_model_computes_the_same(name):
     assert_close(found, expected, 1e-4)
 
 
+@pytest.mark.one_case
 @every_dense_model
 def test_in_fp8_gradients_are_near_those_of_the_model(name):
     model = copy.deepcopy(DENSE[name])
@@ -559,10 +565,12 @@ def with_cached_weights(model: LlamaModel) -> LlamaModel:
     return model
 
 
+@pytest.mark.slow
 def test_a_converted_llama_block_saves_at_most_three_fifths_of_bf16():
     assert bytes_of_a_block(with_cached_weights) <= 0.6 * bytes_of_a_block(lambda model: model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compiled",
     [pytest.param(False, id="eager"), pytest.param(True, id="compiled", marks=pytest.mark.exhaustive)],

@@ -173,6 +173,7 @@ def quantized_slowly(x: torch.Tensor, fmt) -> list[list[tuple[Fraction, Fraction
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fmt", [E4M3, INT8], ids=lambda fmt: fmt.name)
 def test_tile_errors_in_exact_arithmetic(activation, fmt):
     pairs = [pair for row in quantized_slowly(activation, fmt) for pair in row]

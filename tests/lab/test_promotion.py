@@ -18,6 +18,7 @@ def store(tmp_path_factory):
     return prepare(folder, MICRO.vocab_size, tmp_path_factory.mktemp("store"), 31, held_out_windows=4)
 
 
+@pytest.mark.slow
 def test_models_differ_only_in_accumulation(store):
     config = micro(recipe="per_tensor", steps=3)
     runs = [run(config, name, context, store) for name, context in accumulators("sm_90").items()]

@@ -67,6 +67,7 @@ def test_weights_of_the_recipe_agree_in_all_bits(capsys, folders, monkeypatch):
     assert found["agreement"][1]["tokens"] == 60
 
 
+@pytest.mark.slow
 def test_usual_weights_differ_and_the_first_block_that_does_is_named(capsys, folders, monkeypatch):
     monkeypatch.chdir(folders)
     code, out, _ = call(capsys, "lab", "rollout", "usual", *OPTIONS)

@@ -99,6 +99,7 @@ def switched(run_with):
     return run_with(1, LAYER, SWITCHING)
 
 
+@pytest.mark.slow
 def test_rows_of_every_measured_step_and_chosen_layer(measured):
     rows = lines(measured / "telemetry.jsonl")
     assert {row["step"] for row in rows} == {2, 4}
@@ -116,10 +117,12 @@ def test_tensorboard_has_the_same_values(measured):
     assert [(event.step, event.value) for event in board.Scalars(tag)] == expected
 
 
+@pytest.mark.slow
 def test_measuring_changes_no_bit_of_the_run(measured, unmeasured):
     assert same(final(measured), final(unmeasured))
 
 
+@pytest.mark.slow
 def test_a_switched_gemm_is_recorded_and_changes_the_run(switched, unmeasured):
     first = guards_of(switched)[0]
     assert first["step"] == 1
@@ -188,6 +191,7 @@ def test_what_guards_lack_is_printed(interrupted, lost):
     assert [file for file, message in LOST.items() if message in screen.getvalue()] == ([lost] if lost else [])
 
 
+@pytest.mark.slow
 def test_a_run_without_a_measured_step_has_lost_no_telemetry(run_with):
     out, screen = run_with(4, LAYER, SWITCH, steps=4, checkpoint_every=2), io.StringIO()
     shutil.rmtree(out / "checkpoints" / "step_00000004")
@@ -212,6 +216,7 @@ def test_a_capture_without_a_following_step_is_reported_missing(run_with, caplog
     assert not (out / "captures").exists()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_measures_and_guards_as_before_whatever_became_of_the_file(switched, interrupted, tmp_path):
     file = tmp_path / "rules.toml"
     file.write_text("other = 1", encoding="utf-8")
@@ -234,6 +239,7 @@ def test_a_run_with_guards_keeps_its_telemetry_and_its_guards(interrupted, chang
         resume(interrupted, **changes)
 
 
+@pytest.mark.slow
 def test_guards_can_be_added_to_a_run_without(run_with):
     out = run_with(steps=2)
     rules = {"telemetry_every": 1, "telemetry_layers": LAYER, "guards": Path("rules.toml"), "guards_text": SWITCH}
@@ -241,6 +247,7 @@ def test_guards_can_be_added_to_a_run_without(run_with):
     assert {line["step"] for line in guards_of(out)} == {3}
 
 
+@pytest.mark.slow
 def test_guards_that_are_added_fire_where_the_telemetry_so_far_meets_them(run_with):
     out = run_with(1, LAYER, steps=2)
     resume(out, steps=4, guards=Path("rules.toml"), guards_text=SWITCH)
@@ -280,12 +287,14 @@ def test_a_capture_needs_no_older_checkpoint(unmeasured, tmp_path):
     assert messages == ["step 1: from the beginning, since no checkpoint is older, after 0 repeated steps"]
 
 
+@pytest.mark.slow
 def test_a_capture_begins_at_the_newest_checkpoint_before_the_step(unmeasured, tmp_path):
     messages = []
     capture_run(unmeasured, 4, LAYER, ("fprop",), tmp_path / "c.safetensors", say=messages.append)
     assert messages == ["step 4: from step_00000002, after 1 repeated step"]
 
 
+@pytest.mark.slow
 def test_a_capture_begins_at_a_checkpoint_in_a_store(unmeasured, tmp_path):
     run, place, messages = shutil.copytree(unmeasured, tmp_path / "run"), "memory://octile/captured", []
     fsspec.filesystem("memory").put(str(run / "checkpoints"), place, recursive=True)
@@ -316,6 +325,7 @@ def test_a_capture_of_a_run_whose_configuration_was_edited_is_refused(copied, st
         capture_run(copied, step, LAYER)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 4])
 def test_a_capture_says_which_settings_have_changed(copied, step):
     file, messages = copied / "config.json", []
@@ -324,6 +334,7 @@ def test_a_capture_says_which_settings_have_changed(copied, step):
     assert messages[0].startswith("micro_batches: 1 before, 2 now: gradients are summed in another order")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 4])
 def test_a_capture_warns_of_another_number_of_threads(copied, step, monkeypatch):
     threads = torch.get_num_threads()
@@ -362,6 +373,7 @@ def test_a_layer_that_the_run_does_not_have_is_refused(unmeasured):
         capture_run(unmeasured, 2, "lm_head")
 
 
+@pytest.mark.slow
 def test_a_capture_names_the_layers_of_which_no_gemm_is_observed(run_with):
     run, said = run_with(steps=2, recipe="exact", model=EXACT_MODEL), []
     capture = load(capture_run(run, 1, "*.0.self_attn.*", say=said.append))
@@ -425,6 +437,7 @@ def test_a_file_of_guards_that_is_no_text_is_refused(tmp_path):
         observer(micro(telemetry_every=1, guards=tmp_path / "rules.toml"))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_as_long_as_the_interval_is_measured_once(run_with):
     rows = lines(run_with(2, LAYER, steps=2) / "telemetry.jsonl")
     assert {row["step"] for row in rows} == {2}

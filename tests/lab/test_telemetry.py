@@ -110,6 +110,7 @@ def test_the_accumulation_error_is_small_and_separate():
     assert row["accumulation_snr_db"] > row["quantization_snr_db"] + 20
 
 
+@pytest.mark.slow
 def test_under_a_batch_invariant_recipe_all_layers_but_the_absorbed_ones_have_rows():
     model, tokens_BS = exact_model().train(), torch.arange(60).view(2, 30)
     with telemetry(model) as t:
@@ -120,6 +121,7 @@ def test_under_a_batch_invariant_recipe_all_layers_but_the_absorbed_ones_have_ro
         telemetry(model, layers="*.kv_b_proj").__enter__()
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "name", [n for n in Recipe.names() if (r := Recipe.named(n)).formats and not r.batch_invariant]
 )

@@ -63,6 +63,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_the_quantization_error_is_exact(variant):
     p = captured()

@@ -46,6 +46,7 @@ def without_figures(monkeypatch):
     leave_empty(monkeypatch, what_if_figures, hardware_page)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_figures")
 def test_what_if_prints_a_ranking_and_leaves_a_page(capsys, folder):
     code, out, _ = call(capsys, "lab", "what-if", "c.safetensors", *SMALL)
@@ -104,6 +105,7 @@ def test_pages_load_nothing_and_explain_terms_and_their_figures_have_no_faults(
     assert found == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_figures")
 @pytest.mark.parametrize(("top", "heading"), [("1", "The best of each format"), ("2", "The 2 best of each format")])
 def test_the_heading_of_the_ranking_is_in_the_right_number(capsys, folder, top, heading):
@@ -141,6 +143,7 @@ def test_layers_by_step_are_in_the_order_of_the_steps(capsys, folder):
     assert all(snr is not None for row in steps["cells"] for snr in row)
 
 
+@pytest.mark.slow
 def test_kinds_of_tokens_follow_the_tokenizer_of_the_run(capsys, folder):
     run = folder / "run"
     (run / "data").mkdir(parents=True)

@@ -104,6 +104,7 @@ def test_a_compiled_layer_keeps_its_gradients_or_says_that_it_does_not(recipe):
         gradients(half, lambda _, x: checkpoint(compiled, x, use_reentrant=True))
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_may_run_without_gradients():
     half = Half()
     compiled = torch.compile(half, backend="aot_eager")

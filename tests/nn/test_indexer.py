@@ -79,6 +79,7 @@ def inputs(seed=0, batch=2, length=20) -> tuple[Tensor, Tensor]:
     return torch.randn(batch, length, D, generator=generator), torch.randn(batch, length, L, generator=generator)
 
 
+@pytest.mark.one_case
 @torch.no_grad()
 @pytest.mark.parametrize("seed", range(3))
 def test_top_k_keys_are_those_of_the_published_indexer(seed):

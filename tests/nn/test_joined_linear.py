@@ -300,6 +300,7 @@ def test_a_module_is_saved_and_loaded(tmp_path: Any):
     assert loaded.q_proj.joined.layers[0] is loaded.q_proj
 
 
+@pytest.mark.slow
 def test_compiled_modules_of_one_class_are_compiled_once():
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")

@@ -16,6 +16,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return Outcomes(tmp_path_factory, "tensor-parallel", WORKS)
 
 
+@pytest.mark.slow
 def test_column_and_row_wise_layers_compute_what_one_process_does(outcomes: Outcomes):
     outcomes.assert_passed(cases.column_and_row)
 

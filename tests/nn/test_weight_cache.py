@@ -260,6 +260,7 @@ def test_a_step_over_the_memory_of_a_frozen_weight_is_seen():
     assert torch.equal(layer(x), functional.linear(x, flat.detach().view(128, 64), None, layer.recipe))
 
 
+@pytest.mark.slow
 def test_a_list_of_layers_is_made_within_a_compiled_model():
     """As transformers' models slice their layers."""
 

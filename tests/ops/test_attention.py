@@ -111,6 +111,7 @@ CALLS: dict[str, Any] = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", CALLS)
 def test_operators_are_well_formed(name: str):
     assert_well_formed(*CALLS[name]())

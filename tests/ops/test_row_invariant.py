@@ -61,6 +61,7 @@ def test_another_result_is_refused():
             row_invariant_matmul_nt_out(out, a, w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("can_multiply", [pytest.param(True, marks=needs_bf16), False])
 def test_fp8_gemms_use_the_tensor_core_model_where_it_is_on(monkeypatch: pytest.MonkeyPatch, can_multiply: bool):
     monkeypatch.setattr(row_invariant.cpu, "can_multiply", lambda: can_multiply)

@@ -175,6 +175,7 @@ def test_refuses_a_main_grad_where_gradients_are_8_bits():
         AdamW([param], 0.1, formats=FP8_LM).step()
 
 
+@pytest.mark.slow
 def test_fp8_lm_weights_stop_changing_when_their_gradient_is_zero():
     """The row of a rare token: a first moment stuck above zero would drive it on, faster and faster."""
     param = nn.Parameter(torch.zeros(2, 256))

@@ -74,18 +74,12 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, bool], 
     return lambda world, further: worlds[further](world)
 
 
-def marks(world: int, name: str, further: bool) -> list[pytest.MarkDecorator]:
-    if further:
-        return [pytest.mark.exhaustive]
-    return [pytest.mark.slow] if world == 4 else []
-
-
 CASES = [(world, name, is_further(world, name)) for world, names in NAMES.items() for name in names]
 
 
 @pytest.mark.parametrize(
     ("world", "name", "further"),
-    [pytest.param(*case, marks=marks(*case)) for case in CASES],
+    [pytest.param(*case, marks=pytest.mark.exhaustive if case[2] else pytest.mark.slow) for case in CASES],
     ids=[f"{world}-{name}" for world, name, _ in CASES],
 )
 def test_ranks(failures, world: int, name: str, further: bool):

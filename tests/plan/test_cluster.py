@@ -42,6 +42,7 @@ def test_the_schedules_of_the_json_have_their_units_in_their_keys(capsys, folder
     assert [schedules[name]["parameter_copies"] for name in ("1F1B", "DualPipe")] == [1, 2]
 
 
+@pytest.mark.slow
 def test_actions_of_microseconds_are_not_rounded_to_nothing(capsys, folder):
     options = ("--preset", "tiny", "--cluster", "h200_8", "--pp", "2", "--batch-size", "8", "--sequence-length", "64")
     code, out, err = call(capsys, "plan", "cluster", *options)
@@ -49,6 +50,7 @@ def test_actions_of_microseconds_are_not_rounded_to_nothing(capsys, folder):
     assert "schedules of 2 equal stages" in out
 
 
+@pytest.mark.slow
 def test_without_a_layout_the_fastest_one_is_planned_with_picture_and_trace(capsys, folder):
     code, out, err = call(capsys, "plan", "cluster", *SMALL)
     assert (code, err) == (0, "")
@@ -63,6 +65,7 @@ def test_a_layout_that_is_asked_for_is_planned(capsys, folder):
     assert (layout["pp"], layout["ep"], layout["schedule"]) == (2, 4, "zb1p")
 
 
+@pytest.mark.slow
 def test_the_configuration_of_a_folder_is_planned_as_the_preset_with_its_shape(capsys, folder):
     ModelConfig.tiny().write(folder / "config.json")
     options = ("--cluster", "h200_8", "--pp", "2", "--json")
@@ -84,6 +87,7 @@ def test_a_model_of_another_family_is_not_planned(capsys, folder):
     assert "model_type is 'llama'" in refused(capsys, "plan", "cluster", "--model", "config.json")
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("options", "layout"),
     [
@@ -103,6 +107,7 @@ def test_an_option_of_the_layout_restricts_the_search_over_the_rest(capsys, fold
     assert {no["layout"][name] for no in found["best"] + found["ruled_out"]} == {layout[name]}
 
 
+@pytest.mark.slow
 def test_an_option_replaces_the_published_layout_by_a_search(capsys, folder):
     code, out, _ = call(capsys, "plan", "cluster", "--batch-size", "1024", "--micro-batch-size", "1", "--json")
     layout = json.loads(out)["layout"]
@@ -122,6 +127,7 @@ def test_published_figures_are_listed_with_the_error_of_the_plan(capsys, folder)
     assert {"GPU hours per 10¹² tokens", "peak memory of tensors"} <= {row["what"] for row in json.loads(out)}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("options", "message"),
     [

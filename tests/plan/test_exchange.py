@@ -27,6 +27,7 @@ def test_a_cluster_of_one_node_has_no_hop():
         experts_at_equal_cost(V3, read_cluster("h200_8"))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("units", [2, 4, 8, 16, 64, 256])
 def test_the_probability_of_an_expert_on_a_unit_is_that_of_drawn_tokens(units):
     generator = torch.Generator().manual_seed(units)

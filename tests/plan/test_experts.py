@@ -23,6 +23,7 @@ def write_metrics(path, *loads) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_without_options_the_experts_of_deepseek_v3_are_placed(capsys, folder):
     code, out, err = call(capsys, "plan", "experts")
     assert (code, err) == (0, "")
@@ -36,6 +37,7 @@ def test_the_newest_record_of_a_run_is_read(folder):
     assert read_load(folder).tolist() == read_load(folder / "metrics.jsonl").tolist() == [[3, 4], [5, 6]]
 
 
+@pytest.mark.slow
 def test_the_table_compares_the_placements(capsys, folder):
     write_metrics(folder / "metrics.jsonl", {"layers.1": [8, 4, 2, 2]})
     _, out, _ = call(capsys, "plan", "experts", "--load", ".", *SMALL, "--out", "a.svg")
@@ -44,6 +46,7 @@ def test_the_table_compares_the_placements(capsys, folder):
     assert rows["redundant experts"] == ["3", "1.00", "1.00", "0.0%"]
 
 
+@pytest.mark.slow
 def test_gpus_without_an_expert_are_counted(capsys, folder):
     write_metrics(folder / "metrics.jsonl", {"layers.1": [8, 4, 2]})
     options = ("--num-groups", "1", "--num-nodes", "1", "--num-replicas", "5", "--num-gpus", "5", "--out", "a.svg")
@@ -51,6 +54,7 @@ def test_gpus_without_an_expert_are_counted(capsys, folder):
     assert "with one copy of each, 2 of 5 GPUs have no expert" in out
 
 
+@pytest.mark.slow
 def test_nothing_is_said_of_gpus_without_an_expert_where_there_are_none(capsys, folder):
     assert "have no expert" not in call(capsys, "plan", "experts")[1]
 

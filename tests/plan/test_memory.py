@@ -123,6 +123,7 @@ def test_an_update_by_muon_is_that_of_the_matrices_of_a_ranks_stages(monkeypatch
         assert (whole, divided, ranks) == (routed, quantized + held_projection(TOY, [stage]), 16)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("preset", ["tiny", "v2_lite_16b", "v3_671b"])
 def test_the_moments_of_muon_on_one_gpu_are_those_of_the_optimizer(preset):
     model = PRESETS[preset]()

@@ -25,6 +25,7 @@ def test_every_candidate_is_planned_or_ruled_out_with_a_reason(found):
     assert all(no.reason for no in found.ruled_out)
 
 
+@pytest.mark.slow
 def test_the_fastest_comes_first_and_all_fit(found):
     seconds = [plan.seconds for plan in found.plans]
     assert seconds == sorted(seconds)
@@ -47,6 +48,7 @@ def test_given_fields_are_kept_and_the_others_searched(given):
     assert all(len({getattr(layout, name) for layout in layouts}) > 1 for name in searched)
 
 
+@pytest.mark.slow
 def test_the_layout_nearest_to_fitting_lacks_the_least_memory():
     found = search(ModelConfig.v3_671b(), NODE, LIKE)
     assert not found.plans

@@ -21,6 +21,7 @@ def test_gpus_wait_for_the_busiest_one_of_each_layer():
     assert loads([[2], [0]], [[0], [2]]).waiting() == 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_the_worst_layer_is_drawn_before_and_after(tmp_path, layers):
     before = loads(*([[[2, 1], [1, 1]]] * (layers - 1)), [[3, 3], [1, 1]])

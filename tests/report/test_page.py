@@ -6,6 +6,7 @@ import sys
 from itertools import pairwise
 
 import numpy as np
+import pytest
 
 from octile.report.style import PALETTE, drawing, label_ends, thin
 from octile.report.svg import to_svg
@@ -45,6 +46,7 @@ def test_importing_the_reports_loads_no_drawing_library():
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_figure_is_drawn_where_a_notebook_names_a_backend_that_is_missing(tmp_path):
     program = "import sys; from pathlib import Path; from octile.report.style import save_drawing; "
     program += "save_drawing(Path(sys.argv[1]), 10, 10, lambda figure: None)"

@@ -8,6 +8,7 @@ from octile.report.plan import save_plan
 SIMULATION = simulate(make_schedule("dualpipe", 4, 8), Costs())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["step.svg", "step.png"])
 def test_a_step_is_drawn_as_svg_or_png(tmp_path, name):
     path = save_plan(tmp_path / "new" / name, "a step", SIMULATION, {"GEMMs": 2.0, "bubble": 1.0}, {"weights": 3e9})

@@ -25,6 +25,7 @@ def page() -> str:
     return render_rl_report("octile rl · run", steps(), [{"step": 1, "texts": [text]}], SUMMARY, {"lr": 1e-4})
 
 
+@pytest.mark.slow
 def test_it_has_all_curves_facts_and_settings(page):
     for curve in CURVES.values():
         assert f"<b>{curve.title}</b>" in page
@@ -38,12 +39,14 @@ def test_it_escapes_texts(page):
     assert "\x1b" not in page
 
 
+@pytest.mark.slow
 def test_it_says_whether_all_bits_are_equal(page):
     assert "All log-probabilities have the same bits in engine and trainer, in all steps." in page
     other = render_rl_report("run", steps(0.125), [], SUMMARY, {})
     assert "The largest difference of a log-probability in engine and trainer was 0.125 in step 1" in other
 
 
+@pytest.mark.slow
 def test_it_has_no_curve_of_what_was_not_measured():
     lines = [{name: value for name, value in line.items() if name not in ("kl", "format")} for line in steps()]
     page = render_rl_report("run", lines, [], SUMMARY, {})

@@ -33,6 +33,7 @@ def test_intensity_is_operations_per_byte():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
 def test_the_roofline_is_drawn_from_a_file(tmp_path, suffix):
     picture = save_roofline(write(tmp_path / "gemm.json", "NVIDIA H200"), tmp_path / f"roof{suffix}")

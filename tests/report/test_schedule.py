@@ -57,6 +57,7 @@ def test_the_figure_shows_the_number_of_every_cell(tmp_path):
     assert drawn <= len(numbers) <= drawn + ticks
 
 
+@pytest.mark.slow
 def test_the_legend_names_what_the_figure_contains(tmp_path):
     dualpipe = texts(save_schedule(tmp_path / "dualpipe.svg", simulated("dualpipe")))
     gpipe = texts(save_schedule(tmp_path / "gpipe.svg", simulated("gpipe")))
@@ -68,6 +69,7 @@ def test_the_legend_names_what_the_figure_contains(tmp_path):
     assert not further & set(gpipe)
 
 
+@pytest.mark.slow
 def test_the_figure_compares_bubble_and_activations_with_the_formulas(tmp_path):
     lines = describe(simulated("dualpipe", 8, 20))
     assert lines == (

@@ -9,6 +9,7 @@ from tests.test_cli import call, refused
 FEW = ("--steps", "1", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "4", "--device", "cpu")
 
 
+@pytest.mark.slow
 def test_a_run_prints_its_result_and_is_resumed(capsys, exact_folder, reward_file, tmp_path):
     out = tmp_path / "run"
     code, text, err = call(capsys, "rl", str(exact_folder), "--reward", str(reward_file), "--out", str(out), *FEW)
@@ -30,6 +31,7 @@ def test_several_processes_are_refused(capsys, exact_folder, tmp_path, monkeypat
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_run_is_chosen_by_the_name_of_its_model(
     capsys, exact_folder, reward_file, tmp_path, monkeypatch
 ):
@@ -43,6 +45,7 @@ def test_the_folder_of_a_run_is_chosen_by_the_name_of_its_model(
     assert "run folder: runs/exact-rl-rl" in text
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [("it's [b] $HOME", """--prompt 'it'"'"'s [b] $HOME'"""), ("1 " * 50, "--prompt TEXT"), ("-1", "--prompt TEXT")],

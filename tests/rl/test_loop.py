@@ -55,6 +55,7 @@ def assert_same_run(first: Path, second: Path) -> None:
     assert (first / weights).read_bytes() == (second / weights).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_run_leaves_metrics_a_model_and_a_summary(whole, exact_folder):
     lines = read_lines(whole / "metrics.jsonl")
     steps = [line for line in lines if "reward" in line]
@@ -75,6 +76,7 @@ def test_the_model_of_a_run_is_generated_from_as_that_of_a_training_run(whole):
     assert "".join(generate_from(whole, "1 2 +", Sampling(4, 1.0, ignore_eos=True), "cpu"))
 
 
+@pytest.mark.slow
 def test_the_same_run_has_the_same_bits(config, whole, tmp_path):
     assert_same_run(whole, loop.train(replace(config, out=tmp_path / "run"), False, silent_console()))
 
@@ -109,6 +111,7 @@ def test_a_run_that_was_killed_after_its_last_step_gets_its_model_by_being_resum
     assert (out / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_texts_are_stored_now_and_then(config, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "TEXTS_EVERY", 2)
     loop.train(replace(config, out=tmp_path / "run", steps=5), False, silent_console())
@@ -136,6 +139,7 @@ def stop_after(monkeypatch, step: int) -> None:
     monkeypatch.setattr(loop.RLTrainer, "step", step_then_signal)
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_run_after_its_step_and_it_can_be_continued(config, whole, tmp_path, monkeypatch):
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
@@ -160,6 +164,7 @@ def test_a_full_disk_names_the_command_that_continues(config, tmp_path, monkeypa
     assert full.value.__notes__ == [f"to continue: octile rl --resume --out {out}"]
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_with_more_steps_as_one_that_had_them_from_the_beginning(config, whole, tmp_path):
     out = tmp_path / "run"
     loop.train(replace(config, out=out, steps=3), False, silent_console())
@@ -221,6 +226,7 @@ def test_a_failure_in_a_later_step_loses_none_before_it(config, whole, tmp_path,
     assert_same_run(whole, loop.train(read_config(out), True, silent_console()))
 
 
+@pytest.mark.slow
 def test_weights_of_a_part_of_a_step_are_not_saved(config, tmp_path, monkeypatch):
     fail_in_step(monkeypatch, 4, "compare_log_probs", RuntimeError("failed"))
     with pytest.raises(RuntimeError, match="failed"):
@@ -265,6 +271,7 @@ def test_a_resumed_run_needs_the_same_files(config, tmp_path):
         loop.train(replace(read_config(tmp_path / "run"), reward=None), True, silent_console())
 
 
+@pytest.mark.slow
 def test_files_of_a_resumed_run_may_have_moved(config, tmp_path):
     file, out = tmp_path / "reward.py", tmp_path / "run"
     file.write_text(config.reward.read_text())

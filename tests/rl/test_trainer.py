@@ -77,11 +77,13 @@ def test_without_a_penalty_there_is_no_reference_and_no_divergence(exact_folder,
     assert "kl" not in trainer.step()
 
 
+@pytest.mark.slow
 def test_micro_batches_change_the_gradient_by_rounding_alone(exact_folder, reward_file):
     norms = [make_trainer(exact_folder, reward_file, micro_batches=n).step()["grad_norm"] for n in (1, 3)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-2)  # FP8 wgrad quantizes other tiles
 
 
+@pytest.mark.slow
 def test_with_several_updates_differences_are_those_of_the_weights_that_have_sampled(exact_folder, reward_file):
     trainer = make_trainer(exact_folder, reward_file, updates=2, lr=1e-2)
     lines = [trainer.step() for _ in range(2)]
@@ -143,6 +145,7 @@ def test_importance_weights_are_those_of_trainer_over_engine(usual_folder, rewar
     assert found == sorted(value for scored in trainer.last for value in scored.completion.log_probs)
 
 
+@pytest.mark.slow
 def test_gradients_of_each_update_are_its_own_and_are_clipped(exact_folder, reward_file, monkeypatch):
     norms, factors = (recorded(monkeypatch, name) for name in ("gradient_norm", "clip_factor"))
     trainer = make_trainer(exact_folder, reward_file, updates=2, lr=0.0)

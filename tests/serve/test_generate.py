@@ -32,11 +32,13 @@ def greedy_text(model, tokenizer, prompt, n):
     return tokenizer.decode(tokens[length:])
 
 
+@pytest.mark.slow
 def test_the_greedy_text_is_that_of_the_forward_pass(tokenizer):
     text = "".join(generate_text(new_model(), tokenizer, "def add(", Sampling(80, ignore_eos=True)))
     assert text == greedy_text(new_model(), tokenizer, "def add(", 80)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["float32", "fp8"])
 def test_the_text_of_a_folder_is_that_of_the_loaded_model(tokenizer, tmp_path, weights):
     save(new_model(), tmp_path, weights)

@@ -63,6 +63,7 @@ def test_log_probabilities_after_updates_are_those_of_training(tokenizer):
     assert_equal_after_updates(exact_model(), tokenizer, torch.optim.SGD)
 
 
+@pytest.mark.slow
 def test_with_drafts_latents_in_fp8_and_parameters_in_bf16_they_are_too(tokenizer):
     model = exact_model(torch.bfloat16, replace(Recipe.exact(), latents="fp8"))
     for layer in model.modules():

@@ -23,6 +23,7 @@ def test_engines_have_loaded_every_folder_as_it_is_now():
     assert "not run" not in table(RECORDED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [n if n == "qwen3" else pytest.param(n, marks=pytest.mark.exhaustive) for n in RECORDED["models"]]
 )

@@ -35,6 +35,7 @@ def test_the_sparse_stage_changes_every_weight(new_trainer, model):
     assert [name for name, t in weights(trainer).items() if torch.equal(t, before[name])] == []
 
 
+@pytest.mark.slow
 def test_the_indexers_loss_falls_in_the_warm_up(new_trainer):
     optim = OptimConfig(lr=3e-2, warmup=0.0, decay=0.0)
     trainer = new_trainer(model=SPARSE, indexer_stage="warm_up", steps=30, optim=optim)
@@ -42,6 +43,7 @@ def test_the_indexers_loss_falls_in_the_warm_up(new_trainer):
     assert 0 < sum(losses[-5:]) < sum(losses[:5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["warm_up", "sparse"])
 def test_a_stage_continues_from_its_saved_state_bit_for_bit(new_trainer, tmp_path, stage):
     straight = new_trainer(model=SPARSE, indexer_stage=stage)

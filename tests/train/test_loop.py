@@ -71,6 +71,7 @@ def test_the_report_names_the_data_the_date_the_code_and_the_command(finished, t
     assert f"Command: {command}</p>" in report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES.split())
 def test_a_run_writes(finished, name):
     assert (finished[0] / name).exists()
@@ -212,6 +213,7 @@ def resume(run: Path, **changes) -> str:
     return screen.console.file.getvalue()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_prints_the_settings_that_it_takes_from_its_folder(half):
     line = " ".join(resume(half).partition("settings from ")[2].split())
     assert line.startswith(f"{half / 'config.json'}: preset tiny, recipe deepseek_v3, seed 0, data ")
@@ -272,6 +274,7 @@ def test_an_interrupted_run_whose_checkpoints_are_gone_is_refused(killed, tmp_pa
     assert "resumed at step 2" in resume(run, checkpoints=str(tmp_path / "elsewhere"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_from_the_beginning(killed, step):
     run = killed(step)
@@ -290,6 +293,7 @@ def test_an_edited_configuration_is_refused_before_the_first_checkpoint_too(kill
         resume(run)
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_the_beginning_when_its_configuration_is_changed_back(killed):
     run = killed(1)
     file = run / "config.json"
@@ -392,6 +396,7 @@ def test_undamaged_measurements_are_not_reported(half):
     assert "are missing" not in said
 
 
+@pytest.mark.slow
 def test_resuming_with_other_tokens_is_refused(text, tmp_path):
     source, out = tmp_path / "text", tmp_path / "run"
     shutil.copytree(text, source)
@@ -403,6 +408,7 @@ def test_resuming_with_other_tokens_is_refused(text, tmp_path):
         train(dataclasses.replace(config, steps=3), True, silent_console())
 
 
+@pytest.mark.slow
 def test_too_little_held_out_text_is_reported(text, tmp_path):
     screen = silent_console()
     train(micro(data=str(text), out=tmp_path / "run", steps=1, val_sequences=100_000), False, screen)
@@ -556,6 +562,7 @@ def test_the_report_of_a_run_that_a_nan_stopped_says_so(stopped):
     assert notice in (stopped / "report.html").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_report")
 def test_the_report_of_a_run_that_went_on_after_a_nan_does_not_say_that_it_stopped(stopped, tmp_path):
     run = shutil.copytree(stopped, tmp_path / "run")
@@ -600,6 +607,7 @@ def wait_for(what: str, is_there: Callable[[], bool], run: Path, process: BasePr
     raise AssertionError(f"{what} was not reached: {(run.parent / 'octile.err').read_text()}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)])
 def test_a_second_signal_of_another_kind_ends_a_run_within_a_step(text, tmp_path, numbers):
     out = tmp_path / "run"
@@ -670,6 +678,7 @@ def test_a_signal_before_the_first_step_says_to_start_again(text, tmp_path, monk
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_after_its_data_is_prepared_begins_with_it(text, tmp_path, monkeypatch):
     def interrupted(*arguments, **options):
         raise Terminated
@@ -750,6 +759,7 @@ def test_a_signal_in_the_last_step_or_validation_stops_before_the_model_is_writt
     assert ours == theirs
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_last_step_stops_a_run_whose_patience_runs_out(text, tmp_path, monkeypatch):
     def validate_last(self):
         if self.progress.steps_done == 6:
@@ -763,6 +773,7 @@ def test_a_signal_in_the_last_step_stops_a_run_whose_patience_runs_out(text, tmp
     assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "step_00000006"
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_the_current_step_and_prints_how_to_continue(text, tmp_path):
     out = tmp_path / "run"
     process = begin(text, out)

@@ -168,6 +168,7 @@ def test_a_run_continues_from_its_saved_state_bit_for_bit(new_trainer, tmp_path,
         assert torch.equal(t, resumed.model.state_dict()[name]), name
 
 
+@pytest.mark.slow
 def test_a_run_with_muon_continues_from_its_saved_state_bit_for_bit(new_trainer, tmp_path):
     straight, resumed = (new_trainer(optim=replace(micro().optim, name="muon")) for _ in range(2))
     run(straight, 2)
@@ -209,6 +210,7 @@ def scheduled(store):
     return states, lines, weights(trainer)
 
 
+@pytest.mark.slow
 def test_the_values_of_each_phase(scheduled):
     columns = {key: [line[key] for line in scheduled[1]] for key in ("batch_size", "mtp_loss_weight", "balance_speed")}
     assert columns == {

@@ -68,6 +68,7 @@ def test_a_run_without_a_model_is_refused(tmp_path):
         next(serve.rows(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_start_is_reported(tokenizer, tmp_path):
     save(DeepseekV3(MICRO), tmp_path, weights="fp8")
     with pytest.raises(RuntimeError, match="ended with exit code 2 before it served: octile: tokenizer"):

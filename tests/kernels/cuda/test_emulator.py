@@ -90,6 +90,7 @@ def pipeline(
     return out[0], (a8.float() @ b8.float().T + bias).bfloat16()
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("lazy", [None, True, False])
 def test_a_correct_kernel_gives_the_result_for_every_seed(lazy: bool | None) -> None:
     for seed in SEEDS:

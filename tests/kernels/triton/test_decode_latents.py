@@ -17,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("gpu")
 SLOTS = torch.tensor([130, -1, 5, 64, 192])  # one is not written, and one is not in the cache
 
 
+@pytest.mark.one_case
 @pytest.mark.each_pair
 @pytest.mark.parametrize("heads", [1, 5, 16, 40])
 @pytest.mark.parametrize("sizes", [(512, 64, 192), (136, 6, 40), (96, 32, 32)], ids=str)

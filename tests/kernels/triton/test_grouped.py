@@ -91,6 +91,7 @@ def test_masked(counts: list[int]):
         _assert_close(out[g, :count], expected[g, :count])
 
 
+@pytest.mark.one_case
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("ends", OFFSETS.values(), ids=OFFSETS.keys())
 def test_wgrad(ends: list[int]):
@@ -154,6 +155,7 @@ def test_masked_into_a_given_tensor_leaves_the_rows_past_the_counts():
         assert (out[g, count:] == 7).all()
 
 
+@pytest.mark.one_case
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_wgrad_added_to_a_given_tensor(dtype: torch.dtype):

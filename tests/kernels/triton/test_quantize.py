@@ -48,6 +48,7 @@ def test_every_rounding_in_a_block_with_scale_one(fmt: str):
     _assert_same(x[None], (1, x.numel()), fmt)
 
 
+@pytest.mark.one_case
 @pytest.mark.each_pair
 @every_format
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -59,6 +59,7 @@ def test_tokens_are_the_references(monkeypatch, vocabulary, how, parts, dtype):
     assert_chosen((logits.to(dtype), *numbers))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("how", [{"temperature": 0.0}, {}, {"top_k": 3, "top_p": 0.9}], ids=str)
 @pytest.mark.parametrize("vocabulary", [50, 300])
 def test_extreme_logits(monkeypatch, vocabulary, how):

@@ -41,6 +41,7 @@ def _steps(x: Tensor, steps: Tensor | int) -> Tensor:
     return (x.view(torch.int32) + steps).view(torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("binade", [1.0, 0.5])
 def test_quotients_nearly_halfway_between_two_values(binade: float):
     halfway = torch.arange(1 << SIGNIFICANT - 1, (1 << SIGNIFICANT) + 1) * 2.0 ** (1 - SIGNIFICANT)
@@ -52,6 +53,7 @@ def test_quotients_nearly_halfway_between_two_values(binade: float):
         assert torch.equal((_quotient(x, scale) - middle).sign(), (x / scale - middle).sign())
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("exponent", [-126, -100, 0, 100, 118])
 def test_quotients_of_any_magnitude(exponent: int):
     torch.manual_seed(0)

@@ -38,6 +38,7 @@ def _sigmoid(gate: Tensor) -> Tensor:
     return 1.0 / (1.0 + torch.from_numpy(np.exp(-gate.numpy())))
 
 
+@pytest.mark.one_case
 @pytest.mark.each_pair
 @every_shape
 @both_scales
@@ -51,6 +52,7 @@ def test_forward(shape: tuple[int, ...], power_of_2: bool):
         assert_same([part[:ends] for part in few], [part[:ends] for part in found])
 
 
+@pytest.mark.one_case
 @pytest.mark.each_pair
 @every_shape
 @both_scales
@@ -88,6 +90,7 @@ def _assert_close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> No
     torch.testing.assert_close(found[6], expected[6], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.one_case
 @pytest.mark.each_pair
 @every_shape
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
@@ -164,6 +167,7 @@ def test_a_ragged_number_of_columns():
     assert_close_data(swiglu.launch(gate, up, E4M3, False), swiglu_quantize(gate, up, "e4m3", False))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_nan_and_inf_stay_visible(bad: float):
     dh, gate, up = _inputs((5, 128))

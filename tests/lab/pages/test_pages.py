@@ -61,6 +61,7 @@ PICTURES = (
 )
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("title", PICTURES)
 def test_every_figure_has_a_caption(page, title):
     assert title in page.words

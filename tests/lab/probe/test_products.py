@@ -59,6 +59,7 @@ def test_cases_have_their_intended_properties():
     assert len({str(case) for case in CASES}) == len(CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [Schedule.DENSE, Schedule.GROUPED])
 def test_a_case_is_large_enough_for_several_strips_along_n(schedule):
     products = [make(case) for case in CASES if case.schedule is schedule and case.n > 2000]

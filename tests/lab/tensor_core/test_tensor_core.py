@@ -72,6 +72,7 @@ def test_a_negative_sum_too_small_for_fp32_is_plus_zero(form, arch, a_dtype, b_d
     assert out.view(torch.int32).item() == 0
 
 
+@pytest.mark.slow
 @given(
     codes=st.lists(st.tuples(st.integers(0, 255), st.integers(0, 255)), min_size=1, max_size=64),
     c=st.floats(width=32),
@@ -91,6 +92,7 @@ def test_any_hopper_sum_equals_the_specification(codes, c, dtypes):
     assert same_bits(vectorized.sum_products(decode(a, row), decode(b, row), c, whole), expected)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("arch", "a_dtype", "b_dtype"), FP16_ROWS)
 def test_an_fp16_accumulator_equals_the_specification(arch, a_dtype, b_dtype):
     row = find_instruction(arch, a_dtype, b_dtype)
@@ -105,6 +107,7 @@ def test_an_fp16_accumulator_equals_the_specification(arch, a_dtype, b_dtype):
         assert same_bits(actual.float(), specified(a, b, c, row, fp16_accumulator=True))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("promote", [True, False])
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])

@@ -218,6 +218,7 @@ def test_transforms_of_torch_func_work():
     assert each.shape == (5, 3)
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_is_one_graph_with_the_same_results():
     layer, x = torch.nn.Sequential(RMSNorm(16), MLP(16, 24)), torch.randn(5, 16, requires_grad=True)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

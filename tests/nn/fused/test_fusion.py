@@ -218,6 +218,7 @@ def test_a_hook_on_the_experts_changes_what_their_weights_multiply():
 MODULES_OF_A_BLOCK = ["self_attn", "self_attn.o_proj", "mlp", "mlp.gate", "mlp.experts", "mlp.shared_experts"]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", [*MODULES_OF_A_BLOCK, "input_layernorm", "post_attention_layernorm"])
 def test_a_batch_invariant_recipe_refuses_hooks_of_any_module_of_a_block(name):
     model, tokens = exact_model(torch.bfloat16, first_k_dense_replace=0), torch.arange(9)[None]

@@ -181,6 +181,7 @@ def test_a_compiled_module_has_the_same_results(name: str):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("Linear", marks=pytest.mark.exhaustive), "MLP"])
 def test_a_compiled_module_recomputes_in_the_backward_pass(name: str):
     """The compiler would compute in the forward pass what depends on no gradient, and save it."""

@@ -141,6 +141,7 @@ def test_the_page_loads_nothing(page):
     assert not {"script", "link", "iframe", "img"} & set(page.tags)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "row",
     [
@@ -194,6 +195,7 @@ def test_a_missing_folder_is_refused(tmp_path):
         write_compare_report(tmp_path / "no", compared())
 
 
+@pytest.mark.slow
 def test_the_figure_can_be_saved_as_a_file(tmp_path):
     path = save_compare_figure(compared(curve("deepseek_v3", 3.003)), tmp_path / "compare.png")
     assert path.read_bytes().startswith(b"\x89PNG")

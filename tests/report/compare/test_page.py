@@ -97,6 +97,7 @@ def test_the_caption_mentions_intervals_only_where_they_are_drawn(windows, said)
     assert ("thin line" in caption_outcomes(result)) == said
 
 
+@pytest.mark.slow
 def test_the_texts_of_figures_do_not_touch(drawn):
     assert drawn[1] == []
 

@@ -24,6 +24,7 @@ def test_the_pairs_needed_are_the_fewest(deviation: float):
     assert largest_deviation(needed, 0.0025) >= deviation > largest_deviation(needed - 1, 0.0025)
 
 
+@pytest.mark.slow
 def test_no_pairs_are_named_that_nobody_trains():
     assert pairs_needed(largest_deviation(MAX_PAIRS, 0.0025), 0.0025) == MAX_PAIRS
     assert pairs_needed(0.1, 0.0025) is None

@@ -23,6 +23,7 @@ def page(path):
     return read_page(path)
 
 
+@pytest.mark.slow
 def test_the_page_loads_nothing(page):
     assert all(address.startswith(("#", "data:")) for address in page.loads)
     assert not {"script", "link", "iframe", "object", "embed", "img"} & set(page.tags)
@@ -156,6 +157,7 @@ def test_the_prompt_is_distinguished_from_the_generated_text(page):
     assert ("b", {}) in page.elements[page.tags.index("pre") :]
 
 
+@pytest.mark.slow
 def test_html_in_texts_is_escaped(make_run):
     hostile = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>\x00\x1b[31m"
     config = {"preset": "<b>tiny</b>", "recipe": "<script>1</script>", "steps": 3}
@@ -166,6 +168,7 @@ def test_html_in_texts_is_escaped(make_run):
     assert not {"\x00", "\x1b"} & set(page.text)
 
 
+@pytest.mark.slow
 def test_the_same_files_give_the_same_page(make_run, path):
     assert write_run_report(make_run(complete_run(), sample=SAMPLE)).read_bytes() == path.read_bytes()
 
@@ -182,6 +185,7 @@ def test_a_page_is_written_to_a_temporary_file_and_renamed(make_run):
     ]
 
 
+@pytest.mark.slow
 def test_a_figure_that_fails_leaves_the_old_page(make_run, monkeypatch):
     run = make_run([training(1)])
     old = write_run_report(run).read_bytes()
@@ -301,6 +305,7 @@ def test_unreadable_lines_are_reported(make_run):
     assert "1 line of metrics.jsonl could not be read" in read_page(write_run_report(make_run('{"st'))).words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
 def test_a_figure_can_be_saved_as_a_file(make_run, tmp_path, suffix, magic):
     path = save_figure(make_run(complete_run()), "loss", tmp_path / f"loss.{suffix}")
@@ -322,6 +327,7 @@ def test_an_unknown_suffix_is_refused(make_run, tmp_path):
         save_figure(make_run([training(1)]), "loss", tmp_path / "a.gif")
 
 
+@pytest.mark.slow
 def test_drawing_does_not_change_the_users_matplotlib_settings(make_run):
     import matplotlib
 

@@ -66,6 +66,7 @@ def test_the_description_of_a_spike():
     assert str(Spike(1204, 5.31, 3.2, 0.1, 1207)).endswith("was usual, and was back after 3 steps")
 
 
+@pytest.mark.slow
 def test_the_report_of_a_run_names_spikes(tmp_path):
     lines = [training(step, main_loss=3.0 if step not in (50, 60) else 9.0) for step in range(1, 70)]
     page = write_run_report(write_run(tmp_path / "run", lines)).read_text()
@@ -73,6 +74,7 @@ def test_the_report_of_a_run_names_spikes(tmp_path):
     assert sentence in page
 
 
+@pytest.mark.slow
 def test_the_report_counts_skipped_steps(tmp_path):
     lines = [training(step, **({"skipped_for": "a gradient"} if step in (3, 4) else {})) for step in range(1, 9)]
     page = write_run_report(write_run(tmp_path / "run", lines)).read_text()

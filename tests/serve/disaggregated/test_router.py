@@ -124,6 +124,7 @@ def test_canceled_requests_leave_nothing(router, tokenizer):
     assert router.stats().canceled == before + 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["_prefill", "_decode"])
 def test_a_process_that_is_stopped_makes_the_server_unhealthy_until_it_goes_on(router, tokenizer, monkeypatch, kind):
     httpx, _ = pytest.importorskip("httpx"), pytest.importorskip("fastapi", reason="octile[serve] is not installed")
@@ -153,6 +154,7 @@ def test_a_process_that_is_stopped_makes_the_server_unhealthy_until_it_goes_on(r
         served.stop()
 
 
+@pytest.mark.slow
 def test_more_commands_and_messages_than_pipes_hold(router, tokenizer):
     n = 3000
     ended, add = 0, adding(router)

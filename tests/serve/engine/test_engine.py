@@ -119,6 +119,7 @@ def test_drafts_cost_what_they_do_with_as_many_requests_as_run(engine_of, max_ah
     assert [counts[step] for step in (9, 14, 29)] == [(1, 0), (2, 2), (1, 0)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_ahead", [0, 4])
 def test_each_request_has_the_drafts_that_its_own_acceptance_pays_for(engine_of, max_ahead):
     runner = FakeRunner(n_pages=400, max_ahead=max_ahead, n_drafts=2)
@@ -150,6 +151,7 @@ def test_a_preempted_request_keeps_its_draft_count(engine_of):
     assert [request.drafted_tokens for request in requests] == [4 * 2 + 1] * 4
 
 
+@pytest.mark.slow
 def test_sampled_tokens_have_the_distribution_of_the_model_with_drafts(engine_of):
     runner = FakeRunner(n_pages=4096, vocab_size=3)
     runner.logits_after = lambda tokens: torch.tensor([0.0, 1.0, -1.0] if sum(tokens) % 2 else [1.0, 0.5, 0.0])

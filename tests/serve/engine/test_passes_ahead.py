@@ -169,6 +169,7 @@ def test_requests_that_come_one_by_one_get_what_they_get_where_each_step_is_coll
     assert engine.stats().used_pages == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_requests_that_are_canceled_between_decode_steps_and_passes_change_no_other(engine_of, seed):
     expected = random_run(engine_of(ahead=False), seed, PLAIN, pause=9)

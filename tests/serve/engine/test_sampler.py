@@ -43,6 +43,7 @@ def test_seeds_sample_independently():
     assert chi_square(choose(LOGITS.repeat(N, 1), rows), LOGITS.softmax(-1)) < 16.3
 
 
+@pytest.mark.slow
 def test_tokens_of_a_large_vocabulary_are_equally_likely():
     tokens = draws(Sampling(temperature=1.0), torch.zeros(1000), n=20_000)
     assert 857 < chi_square(tokens, torch.full((1000,), 1e-3)) < 1143  # 99.9% of 999 degrees of freedom

@@ -236,6 +236,7 @@ def serve_until_killed(saved: Path, log: Path, started: Connection) -> None:
         http.serve(engine, "ready")
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_server_that_is_killed(saved, tmp_path):
     context = forked_context()
     here, there = context.Pipe()
@@ -319,6 +320,7 @@ def test_it_ends_at_once_if_nothing_is_served(saved):
     assert not psutil.pid_exists(http.pid)
 
 
+@pytest.mark.slow
 def test_the_age_of_a_step_that_hangs_is_a_metric_though_its_request_is_canceled(tokenizer, saved):
     engine, has_worked = FakeEngine(tokenizer), []
     engine.may_step.clear()

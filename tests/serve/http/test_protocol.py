@@ -101,6 +101,7 @@ NEUTRAL = [(form, name, value) for form in NEEDED for name in form.neutral for v
 OTHERS = [(form, name) for form in NEEDED for name in form.neutral]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("form", "name", "value"), NEUTRAL)
 def test_a_field_of_another_server_is_accepted_with_values_that_change_nothing(form, name, value):
     parse(form, json.dumps({"model": "micro", **NEEDED[form], name: value}).encode())

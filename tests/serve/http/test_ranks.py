@@ -190,6 +190,7 @@ def test_clients_get_the_texts_of_one_process(answered, folder, tokenizer):
     assert answered.texts == [text_of_one_process(folder, tokenizer, seed) for seed in range(6)]
 
 
+@pytest.mark.slow
 def test_the_tokens_of_redundant_experts_are_counted(answered):
     assert "octile_expert_tokens{" in answered.metrics
 
@@ -226,6 +227,7 @@ def check_line_of_lost_rank(lines: Sequence[str]) -> None:
     assert re.search(r"last seen: rank 1 at round \d+$", line)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_server_with_one_line_that_says_so(folder, tmp_path):
     with forked(folder, tmp_path) as ranks:
         with client_of_forked(tmp_path) as client:
@@ -273,6 +275,7 @@ def test_a_wrong_option_is_refused_in_one_line(folder):
     assert "host 'nowhere.invalid' is not an address of this machine" in line
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_warm_up_ends_the_server_with_one_line(folder, tmp_path):
     with forked(folder, tmp_path, run=forked_rank.run_and_fail) as ranks:
         for process in ranks:

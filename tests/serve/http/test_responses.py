@@ -44,6 +44,7 @@ def test_numbers_that_are_no_json_are_never_written(write, number):
         write({"choices": [{"logprobs": {"content": [[number]]}}]})
 
 
+@pytest.mark.slow
 def test_the_event_loop_goes_on_while_an_answer_is_written():
     async def main() -> tuple[int, bytes]:
         turns = 0

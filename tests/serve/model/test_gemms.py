@@ -86,6 +86,7 @@ def test_each_head_is_multiplied_by_its_own_weight(gemms: Gemms, t: int, heads: 
     assert not wide[..., n:].any()
 
 
+@pytest.mark.one_case
 @FP8
 @pytest.mark.parametrize("gemms", [GEMMS, INVARIANT], ids=["any", "invariant"])
 @given(t=ROWS, heads=st.integers(1, 4), n=SIZES, k=SIZES)

@@ -65,6 +65,7 @@ def test_a_batch_invariant_runner_has_the_same_bits_however_texts_are_read(fp8):
     assert all(torch.equal(logits, alone.logits[i]) for i, logits in enumerate(together))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_logits_of_the_graphs_of_prompts_are_those_of_the_model(model, batch_invariant):
     runner = ModelRunner(model, N_PAGES, batch_invariant=batch_invariant)

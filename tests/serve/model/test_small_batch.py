@@ -42,6 +42,7 @@ def decode(config: ModelConfig, fp8: bool) -> list[Tensor]:
     return texts.logits
 
 
+@pytest.mark.one_case
 @CONFIGS
 @pytest.mark.parametrize("fp8", [False, True])
 def test_logits_are_those_of_other_steps(config: ModelConfig, fp8: bool, monkeypatch: pytest.MonkeyPatch):

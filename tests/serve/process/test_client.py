@@ -389,6 +389,7 @@ def test_what_is_no_message_is_a_failure():
     of_pipe(body)
 
 
+@pytest.mark.slow
 def test_a_process_that_reads_nothing_does_not_hold_the_event_loop():
     async def body(client, connection):
         client.submit(requests(*[([5] * 100_000, Sampling())] * 10))  # more bytes than the pipe holds

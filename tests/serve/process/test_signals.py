@@ -15,6 +15,7 @@ class Node:
         self.itself = self
 
 
+@pytest.mark.slow
 def test_collections_leave_out_what_was_loaded_and_find_what_came_after():
     loaded = Node()
     try:

@@ -56,6 +56,7 @@ def logits(sizes: Sizes, has_graphs: bool, monkeypatch: pytest.MonkeyPatch, **se
 MIXED = (90, 30, 20), (1, 100, 90)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("sizes", "counts"),
     [

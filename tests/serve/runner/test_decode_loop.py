@@ -118,6 +118,7 @@ def assert_equal_bits(found, expected):
     assert torch.equal(*(torch.tensor(values).view(torch.int32) for values in (found, expected)))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("exact", [False, True])
 def test_log_probabilities_have_the_bits_of_those_that_the_host_asks_for(monkeypatch, exact, dtype):

@@ -56,6 +56,7 @@ def compared(text, tmp_path_factory):
     return result, out, screen
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_run_is_free_before_the_next(text, tmp_path, monkeypatch):
     models = []
 
@@ -86,6 +87,7 @@ def test_trainers_of_one_seed_have_the_same_weights_and_the_same_batches(new_tra
     assert all(bf16.batches.batch(n).equal(fp8.batches.batch(n)) for n in range(5))
 
 
+@pytest.mark.slow
 def test_the_other_seed_gives_another_run(compared):
     result, _, _ = compared
     assert result.bf16_other_seed.seed == result.bf16.seed + 1
@@ -128,6 +130,7 @@ def test_a_run_is_not_overwritten_by_a_comparison(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
+@pytest.mark.slow
 def test_finished_runs_are_written_when_the_next_run_is_interrupted(text, tmp_path, monkeypatch):
     import octile.train.compare.compare
 
@@ -160,6 +163,7 @@ def test_the_mean_loss_of_the_windows_is_the_held_out_loss(compared):
     assert all(sum(c.window_loss) / len(c.window_loss) == pytest.approx(c.final_val_loss) for c in result.curves)
 
 
+@pytest.mark.slow
 def test_a_recipe_is_trained_with_every_seed_and_compared_with_bf16_of_that_seed(text, tmp_path):
     config = micro(data=str(text), steps=2, validate_every=1)
     screen = RunConsole(Console(file=io.StringIO()))
@@ -267,6 +271,7 @@ def test_a_stopped_comparison_is_resumed_with_the_same_losses(
     assert str(resumed.tokens) == str(compared[0].tokens)
 
 
+@pytest.mark.slow
 def test_a_run_whose_checkpoints_are_gone_begins_again_and_says_so(compared, text, tmp_path, stopped_at):
     stopped_at(2)
     config = micro(data=str(text), steps=4, validate_every=2)
@@ -279,6 +284,7 @@ def test_a_run_whose_checkpoints_are_gone_begins_again_and_says_so(compared, tex
     assert losses(resumed) == losses(compared[0])
 
 
+@pytest.mark.slow
 def test_a_resumed_comparison_needs_its_source_no_more(compared, stopped):
     source, out = stopped
     shutil.rmtree(source)
@@ -333,6 +339,7 @@ def test_a_finished_comparison_is_only_written_again(compared, monkeypatch):
     assert not list(out.glob("runs/*/checkpoints"))
 
 
+@pytest.mark.slow
 def test_a_killed_comparison_continues_at_its_last_checkpoint(compared, text, tmp_path, monkeypatch):
     original = Trainer.launch
 

@@ -55,6 +55,7 @@ def test_a_resumed_run_reads_the_best_model_after_all_others():
     assert estimate_need(micro()).read == weights + moments + max(weights + moments, 2 * weights)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("recipe", "is_copied"), [("deepseek_v3", True), ("exact", True), ("float32", False)])
 def test_a_processor_that_does_not_multiply_e4m3_copies_operands_and_result_to_fp32(monkeypatch, recipe, is_copied):
     needs = {}
@@ -129,6 +130,7 @@ def test_the_share_of_a_sequence_within_a_budget(half, budget, share):
     assert memory.MemoryNeed(0, 100, 100, half).share_within(budget) == pytest.approx(share)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [600, 1100])
 def test_no_sequence_is_advised_of_which_the_warm_up_of_indexers_would_choose_all_keys(monkeypatch, length):
     tiny = preset("tiny")
@@ -139,6 +141,7 @@ def test_no_sequence_is_advised_of_which_the_warm_up_of_indexers_would_choose_al
         check_memory(config, CPU)
 
 
+@pytest.mark.slow
 def test_the_dense_attention_of_the_warm_up_of_indexers_is_counted():
     tiny = preset("tiny")
     indexer = replace(tiny.model, index_n_heads=4, index_head_dim=64, index_topk=512, max_position_embeddings=4096)
@@ -232,6 +235,7 @@ def pipeline(schedule: str, micro_batches: int = 4, pp: int = 2) -> TrainConfig:
     return micro(model=model, batch_size=64, micro_batches=micro_batches, parallel=parallel)
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_pipeline_have_the_weights_of_their_stages():
     whole, (first, last) = estimate_need(pipeline("1f1b", pp=1)), (estimate_need(pipeline("1f1b"), [r]) for r in (0, 1))
     embedding = 8 * MICRO.vocab_size * MICRO.hidden_size  # multi-token prediction reads it in the last stage, too
@@ -249,6 +253,7 @@ def passes(config: TrainConfig) -> int:
     return need.at_once * need.sequence
 
 
+@pytest.mark.slow
 def test_gpipe_holds_all_micro_batches_and_1f1b_one_a_stage(monkeypatch):
     monkeypatch.setattr(cpu, "can_multiply", lambda: True)  # otherwise copies of weights count, too
     assert passes(pipeline("gpipe", 16)) > 0.9 * passes(pipeline("gpipe", 4))
@@ -256,6 +261,7 @@ def test_gpipe_holds_all_micro_batches_and_1f1b_one_a_stage(monkeypatch):
     assert passes(pipeline("1f1b", 4)) < 0.7 * passes(pipeline("gpipe", 4))
 
 
+@pytest.mark.slow
 def test_a_rank_of_a_pipeline_is_not_refused_for_the_whole_model(monkeypatch):
     config = pipeline("1f1b", 16)
     config = replace(config, model=replace(config.model, num_nextn_predict_layers=0))  # two layers on each rank
@@ -292,6 +298,7 @@ def test_the_whole_model_at_the_start_and_the_end_counts(monkeypatch):
         check_memory(config, CPU)
 
 
+@pytest.mark.slow
 def test_a_run_that_exceeds_the_memory_is_refused_with_what_to_reduce(monkeypatch):
     config = micro(batch_size=256)
     monkeypatch.setattr(cpu_memory, "RESERVE", 0)

@@ -126,6 +126,7 @@ def test_a_run_with_skipped_steps_resumes_to_the_bit(new_trainer, tmp_path, reci
     assert (straight.skips.total, straight.skips.in_a_row) == (second.skips.total, second.skips.in_a_row) == (3, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_report")
 def test_skipped_steps_are_printed_and_reported(text, tmp_path, monkeypatch):
     original_init = Trainer.__init__
@@ -196,6 +197,7 @@ def test_a_spike_is_reported_with_the_text_of_the_sequence_of_largest_loss(text,
     assert "The loss jumped at step 6 to 50.000" in (out / "report.html").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "delayed"])
 def test_reporting_a_spike_changes_no_later_step(new_trainer, store, recipe):
     observed, unobserved = new_trainer(recipe=recipe), new_trainer(recipe=recipe)

@@ -161,6 +161,7 @@ def head_of(out):
 RISING = {1: 4.0, 2: 3.0, 3: 3.5, 4: 3.2, 5: 3.6, 6: 3.9}
 
 
+@pytest.mark.slow
 def test_the_model_of_a_run_is_its_best_and_the_last_one_is_a_checkpoint(text, tmp_path, losses):
     weights = losses(RISING)
     screen = silent_console()
@@ -173,6 +174,7 @@ def test_the_model_of_a_run_is_its_best_and_the_last_one_is_a_checkpoint(text, t
     assert (summary["model_step"], summary["model_val_loss"]) == (2, 3.0)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_best_model(text, tmp_path, losses, monkeypatch):
     weights, out = losses(RISING), tmp_path / "run"
     advance = Trainer.advance
@@ -200,6 +202,7 @@ def test_a_killed_run_resumes_to_the_same_best_model(text, tmp_path, losses, mon
     assert read == [{False}, {True}]  # the best model's tensors need no memory while the others are loaded
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_report")
 def test_a_run_stops_when_its_patience_runs_out(text, tmp_path, losses):
     losses(RISING)
@@ -209,6 +212,7 @@ def test_a_run_stops_when_its_patience_runs_out(text, tmp_path, losses):
     assert "The run was stopped early: 2 validations in a row found no lower" in (out / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_early_continues_with_more_patience(text, tmp_path, losses):
     losses(RISING)
     out = tmp_path / "run"

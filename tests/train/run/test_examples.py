@@ -104,6 +104,7 @@ def test_the_prompt_is_that_of_a_held_out_example_which_has_one(folder, tmp_path
     assert sample_prompt(on_examples(folder), replace(store, val=PackedTokens(*both, 32))) == "xyz"
 
 
+@pytest.mark.slow
 def test_a_run_says_that_no_held_out_example_has_a_prompt(folder, tmp_path):
     rows = [{"text": "def f" * n} for n in range(1, 60)]
     (folder / "examples.jsonl").write_text("\n".join(map(json.dumps, rows)))

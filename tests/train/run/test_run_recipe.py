@@ -89,6 +89,7 @@ def test_a_run_resumes_bit_for_bit_without_its_file(file, config, tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 def test_a_changed_file_does_not_change_the_recipe_and_is_reported(finished, file):
     file.write_text('recipe = "bf16"\n')
     shown = silent_console()

@@ -108,6 +108,7 @@ def test_a_run_continues_from_the_store_with_the_bits_of_one_process(arguments, 
     assert losses(run) == losses(straight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("url", ["memory://octile/one", pytest.param("file://{}/store", marks=pytest.mark.exhaustive)])
 def test_any_file_system_of_fsspec_holds_checkpoints(arguments, straight, tmp_path, url):
     url = url.format(tmp_path)
@@ -116,6 +117,7 @@ def test_any_file_system_of_fsspec_holds_checkpoints(arguments, straight, tmp_pa
     check_same(final(url), final(straight / "checkpoints"))
 
 
+@pytest.mark.slow
 def test_a_folder_is_found_from_another_folder(arguments, straight, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     main(["train", *arguments, "--steps=4", "--checkpoints=elsewhere", f"--out={tmp_path / 'run'}"])
@@ -235,6 +237,7 @@ def test_a_damaged_checkpoint_in_the_store_is_passed_over(straight, server, plac
     check_same(final(place), final(straight / "checkpoints"))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_read_now_is_not_passed_over(server, place, begun, capsys):
     server.fail("step_00000004/tensors-", "GET")
     try:
@@ -347,6 +350,7 @@ def test_an_endpoint_that_never_answers_is_named_within_seconds(arguments, silen
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_host_that_never_answers_is_refused_within_seconds(arguments, silent, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("octile.checkpoint.store.ANSWER_WITHIN", 1)
     line = refused([*arguments, f"--data={silent}/data", f"--out={tmp_path / 'run'}"], capsys)

@@ -76,6 +76,7 @@ def test_the_kernels_of_small_are_those_of_its_first_step(small):
     assert sum(small["triton"].values()) == 21  # as many as Triton compiles for these launches
 
 
+@pytest.mark.slow
 def test_a_plan_imports_no_compiler_and_draws_nothing(small):
     assert small["imports"] == []
     assert small["same_generator"]

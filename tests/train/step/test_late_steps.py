@@ -325,6 +325,7 @@ def test_a_run_goes_on_after_steps_that_were_discarded(straight, text, tmp_path,
         assert ours == theirs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_at", [3, pytest.param(5, marks=pytest.mark.exhaustive)])
 def test_a_stopped_run_has_every_step_that_it_launched_and_resumes_to_the_bit(
     straight, text, tmp_path, late, monkeypatch, stop_at
@@ -376,6 +377,7 @@ def test_a_nan_loss_stops_a_run_after_the_lines_before_it(text, tmp_path, late, 
     assert (out / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_a_spike_has_the_number_of_its_step(text, tmp_path, late, monkeypatch):
     collect = Trainer.collect
 

@@ -46,6 +46,7 @@ def test_it_names_the_steps_and_its_files(profiled):
     assert f"trace:   {out / 'trace.json.gz'}" in shown
 
 
+@pytest.mark.slow
 def test_the_trace_is_one_that_chrome_reads(profiled):
     with gzip.open(profiled[0] / "trace.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
@@ -62,6 +63,7 @@ def test_the_table_has_the_ten_largest_operators(profiled):
     assert 0 < sum(shares) <= 110  # rounded; the profiler's own clock differs a little from the host's
 
 
+@pytest.mark.slow
 def test_profiling_changes_no_loss(profiled, text, tmp_path):
     train(micro(data=str(text), out=tmp_path / "run", **ENOUGH), False, silent_console())
     assert metrics(profiled[0], "loss") == metrics(tmp_path / "run", "loss")

@@ -105,6 +105,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "message"), DIFFERENT.items(), ids=DIFFERENT)
 def test_ranks_that_differ_are_refused_by_rank_0(arguments, tmp_path: Path, fault: str, message: str):
     check_refused(train(tmp_path, *arguments, f"--out={tmp_path / 'run'}", fault=fault), message)
@@ -129,6 +130,7 @@ def test_ranks_that_read_other_data_are_refused_by_rank_0(arguments, tmp_path: P
     assert not (tmp_path / "run" / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_ranks_of_which_one_does_not_resume_are_refused_by_rank_0(trained: Path, arguments, tmp_path: Path):
     run = shutil.copytree(trained, tmp_path / "run")
     ended = train(tmp_path, *arguments, "--resume", f"--out={run}", fault="no resume")
@@ -178,6 +180,7 @@ def test_an_exception_of_one_rank_ends_all(arguments, tmp_path: Path, environmen
     assert line.startswith("octile: rank 1: ValueError: a fault that only this rank has")
 
 
+@pytest.mark.slow
 def test_rank_1_reports_that_rank_0_was_killed(arguments, tmp_path: Path):
     ended = train(tmp_path, *arguments, "--steps=4", f"--out={tmp_path / 'run'}", fault="killed")
     assert ended.statuses == [-signal.SIGKILL, 1]

@@ -42,15 +42,13 @@ def failures(store, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, 
     return lambda world, further: worlds[further](world)
 
 
-def marks(world: int, name: str) -> list[pytest.MarkDecorator]:
-    if name in FURTHER:
-        return [pytest.mark.exhaustive]
-    return [pytest.mark.slow] if world == 4 else []
-
-
 @pytest.mark.parametrize(
     ("world", "name"),
-    [pytest.param(world, name, marks=marks(world, name)) for world, names in NAMES.items() for name in names],
+    [
+        pytest.param(world, name, marks=pytest.mark.exhaustive if name in FURTHER else pytest.mark.slow)
+        for world, names in NAMES.items()
+        for name in names
+    ],
 )
 def test_trainers(failures, world: int, name: str):
     assert_passed(failures(world, name in FURTHER), name)

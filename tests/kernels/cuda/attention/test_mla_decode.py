@@ -99,6 +99,7 @@ def test_a_kernel_that_loads_an_older_cache_early_waits_before_it_reads_queries(
     assert_as_reference(found, q, cache, pages, lengths)
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @emulated
 @pytest.mark.parametrize("n_pages", [1, 2, 3, 4])
@@ -242,6 +243,7 @@ def test_rows_of_one_text_read_its_pages_once(n_heads: int, queries: int, n_sms:
     assert not found[lengths == 0].any()
 
 
+@pytest.mark.one_case
 @emulated
 @FORMS
 @pytest.mark.parametrize("part", [64, 128])
@@ -285,6 +287,7 @@ def test_rows_of_a_text_that_fill_a_thread_block_share_parts(n_heads: int, rows_
     assert mla_decode.rows_together(n_heads, True, 512, rows_per_text) == together
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @emulated
 @FORMS

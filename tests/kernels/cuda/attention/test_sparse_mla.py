@@ -152,6 +152,7 @@ def test_positions_in_pages(n_splits: int, dtype: torch.dtype):
     assert_close(attend(q, cache, positions, n_splits, pages), expected, values_of(cache).abs().amax())
 
 
+@pytest.mark.slow
 @emulated
 @FORMS
 def test_positions_outside_of_the_latents_are_absent(dtype: torch.dtype):
@@ -209,6 +210,7 @@ def test_scores_that_are_all_infinite_are_nan(value: float, n_splits: int):
     assert attend(q, cache.flatten(0, 1), positions, n_splits).isnan().all()
 
 
+@pytest.mark.one_case
 @emulated
 @FORMS
 @pytest.mark.parametrize("scale", [-0.02, 0.0])

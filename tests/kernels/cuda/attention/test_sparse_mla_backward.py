@@ -114,6 +114,7 @@ def test_gradients_are_the_references(rows: int, n_heads: int, k: int, at_once: 
     assert_as_reference(gradients(given, at_once), given)
 
 
+@pytest.mark.slow
 @emulated
 def test_lists_of_any_length_with_absent_entries_anywhere():
     given = operands(7, 2, 300)

@@ -162,6 +162,7 @@ def test_attention(lengths: list[int], n_heads: int, values: int):
     assert not found[torch.tensor(lengths) == 0].any()
 
 
+@pytest.mark.slow
 @emulated
 @pytest.mark.parametrize("lazy", [True, False])
 def test_the_last_8_positions_are_read_after_the_kernel_before(lazy: bool):
@@ -169,6 +170,7 @@ def test_the_last_8_positions_are_read_after_the_kernel_before(lazy: bool):
     assert few_rows.close(attend(*arguments, lazy=lazy), operators._values(*arguments, SCALE))
 
 
+@pytest.mark.slow
 @emulated
 def test_positions_after_the_length_are_not_read():
     q, cache, pages, lengths, w_v = few_rows.paged([70, 5], 2)
@@ -256,6 +258,7 @@ def test_one_row_has_the_bits_of_batch_invariant_mode(length: int):
     assert_bits_of_batch_invariant_mode(attend_from_one(*arguments), *arguments)
 
 
+@pytest.mark.slow
 @emulated
 @pytest.mark.parametrize("length", [100, pytest.param(500, marks=pytest.mark.exhaustive), 1000])
 def test_sums_that_almost_cancel_have_the_bits_of_batch_invariant_mode(length: int):
@@ -298,6 +301,7 @@ def test_a_cluster_takes_parts_one_after_the_other(length: int, lazy: bool):
     assert torch.equal(found[0], expected[0])
 
 
+@pytest.mark.slow
 @emulated
 def test_positions_after_the_length_of_one_row_are_not_read():
     q, cache, pages, lengths, w_v = few_rows.paged([700], 2, 16)

@@ -313,6 +313,7 @@ def test_an_expert_that_no_row_has_chosen_is_not_added() -> None:
     assert found[1].isnan().all() == bool(only)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

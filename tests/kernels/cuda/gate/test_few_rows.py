@@ -112,6 +112,7 @@ def test_row_invariant_logits_have_the_bits_of_sums_in_parts(name: str, t: int, 
     assert_same_bits(found, choose(logits, bias, CHOICES[name], e))
 
 
+@pytest.mark.slow
 @emulated
 def test_a_row_invariant_row_has_the_same_bits_alone_and_among_any_others():
     x, weight = _of_mixed_magnitudes(70, 1096), _of_mixed_magnitudes(64, 1096, seed=1)

@@ -137,6 +137,7 @@ def test_bf16_that_is_added_to_is_loaded(m: int, n: int):
     assert all(choose(Problem(m, n, 2048, accumulate=True, transposable=True), chip).load_c for chip in (H100, H200))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("m", [1, 32, 200])
 def test_k_is_not_split_where_rows_do_not_depend_on_each_other(m: int):
     problem = Problem(m, 2048, 7168, transposable=True, row_invariant=True)
@@ -174,6 +175,7 @@ def test_every_kernel_that_the_benchmark_takes_is_among_them(chip: Chip):
     assert missing == []
 
 
+@pytest.mark.slow
 def test_the_choice_follows_what_was_measured():
     """Choices that differ from recorded timings are listed here, so that a change of the cost model is noticed."""
     problems = {(case.name, case.what): rounded(problem(case)) for case in (*shapes.GPU, *shapes.MIDDLE)}

@@ -55,6 +55,7 @@ def test_a_kernel_becomes_an_elf_file_for_its_architecture(each):
     assert "for 'sm_90a'" in cubin.log
 
 
+@pytest.mark.slow
 def test_resource_usage_is_read_from_the_log(each):
     cubin = compiler.compile("smoke", KERNEL, "sm_90a")
     assert cubin.static_shared_bytes == 64 * 4
@@ -63,16 +64,19 @@ def test_resource_usage_is_read_from_the_log(each):
     assert cubin.seconds > 0
 
 
+@pytest.mark.slow
 def test_an_array_indexed_at_run_time_shows_as_stack(each):
     cubin = compiler.compile("smoke", STACK, "sm_90a")
     assert cubin.stack_bytes >= 99 * 4
     assert cubin.spill_bytes == 0
 
 
+@pytest.mark.slow
 def test_registers_that_do_not_fit_show_as_spills(each):
     assert compiler.compile("smoke", SPILL, "sm_90a").spill_bytes > 0
 
 
+@pytest.mark.slow
 def test_an_error_shows_the_message_and_stores_the_source(each):
     with pytest.raises(RuntimeError, match='identifier "y" is undefined') as raised:
         compiler.compile("smoke", KERNEL.replace("x[threadIdx.x] =", "y[threadIdx.x] ="), "sm_90a")
