@@ -79,7 +79,6 @@ def no_deep_gemm_left() -> Iterator[None]:
                 del sys.modules[name]
 
 
-@pytest.mark.one_case
 @pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)], ids=name_of)
 def test_python_of_a_page_does_what_it_says(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the blocks in order, in one namespace. A block with prompts must print what it shows."""

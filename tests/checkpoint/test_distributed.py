@@ -49,7 +49,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.one_case
 @pytest.mark.parametrize(("world", "case"), [(world, c.__name__) for world, cases in CASES.items() for c in cases])
 def test_ranks(ranks: Path, world: int, case: str):
     results = [json.loads((ranks / f"{world}-{rank}.json").read_text()) for rank in range(world)]

@@ -20,7 +20,6 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Failur
     return start_once(tmp_path_factory, "state", start)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("world", "name"), [(world, name) for world, names in NAMES.items() for name in names])
 def test_ranks(failures, world: int, name: str):
     assert_passed(failures(world), name)

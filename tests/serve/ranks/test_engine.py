@@ -276,7 +276,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return Outcomes(tmp_path_factory, "front-engine", WORKS, further=FURTHER)
 
 
-@pytest.mark.slow
 @each_work(WORKS, FURTHER)
 def test_two_ranks(outcomes: Outcomes, work):
     outcomes.assert_passed(work)
