@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn, Self
 
-from octile.torchrun import own_rank
+from octile.torchrun import count_ranks, own_rank
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
 GRACE = 5.0  # seconds in which a second signal may interrupt the main thread, which a kernel can keep longer
@@ -79,7 +79,7 @@ def _is_main_thread() -> bool:
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    if own_rank():  # torchrun ends this rank since another one has ended, which has said why
+    if count_ranks() > 1 and own_rank():  # rank 0 says it, or has said why torchrun ends the others
         os._exit(128 + number)
     _end_with_line("terminated" if number == signal.SIGTERM else "interrupted", number)
 

@@ -131,10 +131,14 @@ def test_only_the_first_signal_is_acknowledged():
     assert acknowledged == [signal.SIGINT]
 
 
-@pytest.mark.parametrize(("rank", "says"), [("0", "octile: terminated\n"), ("1", "")])
-def test_a_rank_that_torchrun_ends_while_it_imports_leaves_the_line_to_the_first(rank, says):
+@pytest.mark.parametrize(
+    ("rank", "ranks", "says"),
+    [("0", "2", "octile: terminated\n"), ("1", "2", ""), ("1", "", "octile: terminated\n")],
+    ids=["the first", "another", "not one of several"],
+)
+def test_a_rank_that_torchrun_ends_while_it_imports_leaves_the_line_to_the_first(rank, ranks, says):
     script = "import os, signal; from octile.signals import end_at_signals; end_at_signals(); os.kill(os.getpid(), 15)"
     found = subprocess.run(
-        [sys.executable, "-c", script], env={**os.environ, "RANK": rank, "WORLD_SIZE": "2"}, stderr=subprocess.PIPE
+        [sys.executable, "-c", script], env={**os.environ, "RANK": rank, "WORLD_SIZE": ranks}, stderr=subprocess.PIPE
     )
     assert (found.returncode, found.stderr.decode()) == (128 + signal.SIGTERM, says)

@@ -36,6 +36,9 @@ from octile.train.run.source_digest import source_digest
 from octile.validation import json_checksum
 
 PREPARED_BY = (  # the source on which the tokens of a text depend
+    "added_tokens.py",
+    "byte_level.py",
+    "tiktoken_model.py",
     "tokenizer.py",
     "train/data/arithmetic.py",
     "train/data/corpus.py",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -36,8 +37,12 @@ from octile.train.run.source_digest import source_digest
 from octile.validation import json_checksum, read_text
 
 PREPARED_BY = (  # the source on which the tokens of examples depend
+    "added_tokens.py",
+    "byte_level.py",
     "serve/http/chat.py",
     "serve/http/reasoning.py",
+    "serve/http/tags.py",
+    "tiktoken_model.py",
     "tokenizer.py",
     "train/data/corpus_index.py",
     "train/data/examples.py",
@@ -87,7 +92,7 @@ def prepare_examples(
 
     Raises:
         FileNotFoundError: the tokenizer does not exist.
-        ValueError: a line is no example, or there are too few.
+        ValueError: a line is no example, there are too few, or the store in the folder is damaged.
     """
     source, folder = Path(source), Path(folder)
     for unfinished in folder.glob(BUILDING + "*"):  # of a process that was killed
@@ -99,7 +104,11 @@ def prepare_examples(
     settings = {
         "text": checksum(source)["sha256"],
         "preparation": source_digest(PREPARED_BY),
-        "versions": [version_of("tokenizers"), version_of("jinja2")],
+        "versions": [
+            f"Python {sys.version_info.major}.{sys.version_info.minor}",
+            version_of("tokenizers"),
+            version_of("jinja2"),
+        ],
         "sequence_length": sequence_length,
         "held_out_sequences": held_out_sequences,
         "tokenizer": json_checksum([kept.fingerprint, kept.config]),

@@ -66,7 +66,7 @@ class Manifest:
     Attributes:
         source: the name of the corpus.
         settings: everything on which the tokens depend: the digest of the text, and how it is prepared. The digest is
-            None if files that are no documents changed meanwhile.
+            None if files that are no documents, or a file of examples, changed meanwhile.
         fingerprint: the SHA-256 of the corpus's documents in order.
         vocab_size: the tokens of the tokenizer.
         documents, bytes, tokens: the numbers of each of the parts "train" and "val".

@@ -4,7 +4,6 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from octile.tokenizer import Tokenizer
@@ -121,13 +120,13 @@ def test_conversations_that_begin_with_one_greeting_have_different_prompts(prepa
     assert prepared(*rows).manifest.documents == {"train": 1, "val": 1}
 
 
-def test_the_same_file_gives_the_same_tokens(prepared):
-    rows = [{"text": f"hello {i}"} for i in range(20)]
-    before = prepared(*rows)
-    tokens, digest = np.array(before.train.tokens), before.digest
-    again = prepared(*rows)
-    assert np.array_equal(tokens, again.train.tokens)
-    assert digest == again.digest
+def test_the_same_file_gives_the_same_tokens(tokenizer, tmp_path, monkeypatch):
+    file, digests = tmp_path / "x.jsonl", []
+    file.write_text("\n".join(json.dumps({"text": f"hello {i}"}) for i in range(20)))
+    for name in ("one", "two"):
+        monkeypatch.setenv("OCTILE_CACHE_DIR", str(tmp_path / f"cache of {name}"))
+        digests.append(prepare_examples(file, tmp_path / name, 32, tokenizer, held_out_sequences=1).digest)
+    assert digests[0] == digests[1]
 
 
 def test_the_chat_template_of_the_folder_goes_with_the_tokenizer(prepared, tokenizer):
@@ -235,14 +234,18 @@ def test_examples_in_the_folder_are_used_again(again, tmp_path):
     assert again(folder=tmp_path / "same") == ("", False)
 
 
-@pytest.mark.parametrize("change", ["length", "examples", "template"])
-def test_other_examples_or_settings_are_prepared_anew(again, tokenizer, tmp_path, change):
+@pytest.mark.parametrize("change", ["length", "examples", "template", "code", "versions"])
+def test_other_examples_or_settings_are_prepared_anew(again, tokenizer, tmp_path, monkeypatch, change):
     other = tmp_path / "tokenizer"
     shutil.copytree(tokenizer, other)
     again(tokenizer=other)
     if change == "examples":
         with (tmp_path / "x.jsonl").open("a") as file:
             file.write("\n" + json.dumps({"text": "more"}))
+    if change == "code":
+        monkeypatch.setattr(prepare_examples_module, "source_digest", lambda names: "another")
+    if change == "versions":
+        monkeypatch.setattr(prepare_examples_module, "version_of", lambda package: f"{package} 99")
     if change == "template":
         (other / "chat_template.jinja").write_text(TEMPLATE)
     assert again(length=33 if change == "length" else 32, tokenizer=other) == ("", True)

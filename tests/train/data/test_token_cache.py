@@ -194,28 +194,40 @@ def test_another_version_of_the_code_is_a_new_entry(source, preparation, monkeyp
     assert preparation.is_built
 
 
-# modules that `prepare` imports, too: they read tokens or reuse them, and `mix` decides about chance collisions only
-DECIDES_NOTHING = {"batches", "packed_tokens", "source_digest", "streamed_tokens", "token_cache"}
+DECIDES_NOTHING = {  # it reads, writes or reuses tokens; `mix` decides about chance collisions
+    "checkpoint.files",
+    "checkpoint.store",
+    "extras",
+    "nn.packed_texts",
+    "ops.cross_entropy",
+    "report.machine",
+    "text",
+    "train.data.batches",
+    "train.data.packed_tokens",
+    "train.data.streamed_tokens",
+    "train.data.token_cache",
+    "train.run.source_digest",
+    "validation",
+}
+OF_EXAMPLES = {"train.data.corpus", "train.data.prepare"}  # types and the name of a folder
 
 
 @pytest.mark.parametrize(
     ("prepared_by", "others"),
-    [
-        (data.PREPARED_BY, set()),
-        (examples.PREPARED_BY, {"corpus", "prepare"}),
-    ],  # a name and a folder's are taken from these
+    [(data.PREPARED_BY, set()), (examples.PREPARED_BY, OF_EXAMPLES)],
     ids=["text", "examples"],
 )
 def test_the_code_of_which_the_version_counts_is_all_that_prepares_tokens(prepared_by, others):
     package = Path(data.__file__).parents[2]
-    imported = {
-        name
-        for file in prepared_by
-        for node in ast.walk(ast.parse((package / file).read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("octile.train")
-        for name in (node.module.split(".")[3:] or [alias.name for alias in node.names])
-    }
-    assert imported - DECIDES_NOTHING - others <= {Path(file).stem for file in prepared_by}
+    imported = set()
+    for file in prepared_by:
+        for node in ast.walk(ast.parse((package / file).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("octile."):
+                module = node.module.removeprefix("octile.")
+                is_folder = (package / module.replace(".", "/")).is_dir()
+                imported |= {f"{module}.{alias.name}" for alias in node.names} if is_folder else {module}
+    modules = {file.removesuffix(".py").replace("/", ".") for file in prepared_by}
+    assert imported - DECIDES_NOTHING - others <= modules
 
 
 def test_another_version_of_the_package_tokenizers_is_a_new_entry(source, preparation, monkeypatch):
