@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import cache
-from typing import NamedTuple
 
 from octile.models.config import ModelConfig
-from octile.models.counts import count_parameters
 from octile.parallel.schedules import Schedule
 from octile.plan.hardware import Cluster
 from octile.plan.layout import Layout
 from octile.plan.muon import MATRIX_MOMENT_BYTES, held_projection, update_bytes
+from octile.plan.parameters import held_parameters
 from octile.plan.pass_memory import GRADIENT_BYTES, message_bytes, most_in_passes, pass_bytes
 from octile.plan.stages import Stage
 
@@ -55,23 +53,6 @@ def usable_memory(cluster: Cluster) -> float:
     return USABLE * cluster.gpu.memory
 
 
-def held_parameters(c: ModelConfig, layout: Layout, stages: Sequence[Stage]) -> tuple[float, float, float]:
-    """The parameters of a rank with these stages: of experts, others that are quantized, others that are not."""
-    each = _parameters(c)
-    routed = quantized = rest = 0.0
-    for part in (part for stage in stages for part in stage.parts):
-        dense = part.layers - part.mixtures
-        routed += part.mixtures * each.experts / layout.ep
-        quantized += part.layers * each.attention + dense * each.dense + part.mixtures * each.shared
-        rest += part.layers * each.norms + part.mixtures * each.gate
-        if part.heads:
-            rest += c.hidden_size  # the last norm
-        if part.heads > 1:  # multi-token prediction
-            rest += each.prediction
-    tables = any(p.has_embedding for s in stages for p in s.parts) + any(p.heads for s in stages for p in s.parts)
-    return routed, quantized, rest + tables * each.table
-
-
 def memory_of_rank(
     c: ModelConfig, layout: Layout, cluster: Cluster, schedule: Schedule, stages: Sequence[Stage], rank: int
 ) -> dict[str, float]:
@@ -101,17 +82,18 @@ def memory_of_rank(
     hooked = layout.stages == 1 and dp > 1
     stores = layout.masters == "replicated" and schedule.n_micro_batches > 1 and hooked
     passes = {stage: pass_bytes(c, layout, stages[stage], stores) for stage in schedule.stages(rank)}
-    all_gradients = GRADIENT_BYTES * parameters
 
     def gradients_of(begun: Collection[int]) -> float:
-        if layout.stages == 1:
-            return all_gradients
         return GRADIENT_BYTES * sum(held_parameters(c, layout, [stages[stage] for stage in begun]))
 
-    activations, gradients, working = most_in_passes(schedule, rank, passes, gradients_of, exchanges=layout.ep > 1)
+    activations, gradients, working = most_in_passes(
+        schedule, rank, passes, gradients_of, exchanges=layout.ep > 1, has_gradients=layout.stages == 1
+    )
     working += message_bytes(c, layout, schedule, rank)
     if layout.optimizer == "muon":
-        working = max(working, update_bytes(c, own, layout.ep, dp) + all_gradients - gradients - activations)
+        working = max(
+            working, update_bytes(c, own, layout.ep, dp) + GRADIENT_BYTES * parameters - gradients - activations
+        )
     return {
         "weights": everywhere * parameters,
         "FP8 weights": FP8_BYTES * (routed + quantized),
@@ -120,39 +102,3 @@ def memory_of_rank(
         "activations": activations,
         "working": working,
     }
-
-
-class _Parameters(NamedTuple):
-    """Parameters of parts of a model.
-
-    Attributes:
-        attention, norms: those of every layer.
-        gate, shared, experts: those of a layer with experts; `experts` counts all its routed ones.
-        dense: those of a layer without experts, besides attention.
-        table: those of the embedding or the head.
-        prediction: those of multi-token prediction, besides its layer: the projection and its norms.
-    """
-
-    attention: float
-    norms: float
-    gate: float
-    shared: float
-    experts: float
-    dense: float
-    table: float
-    prediction: float
-
-
-@cache
-def _parameters(c: ModelConfig) -> _Parameters:
-    counts = count_parameters(c)
-    main, layers, dense = counts.main, c.num_hidden_layers, c.first_k_dense_replace
-    norms = (main["norms"] - c.hidden_size) / layers  # without the last one
-    prediction = counts.mtp["MTP projection"] + counts.mtp["norms"] - norms if counts.mtp else 0
-    gate, shared, experts = (
-        main.get(kind, 0) / max(layers - dense, 1) for kind in ("gate", "shared experts", "routed experts")
-    )
-    dense_mlp = main.get("dense MLP", 0) / max(dense, 1)
-    return _Parameters(
-        main["attention projections"] / layers, norms, gate, shared, experts, dense_mlp, main["head"], prediction
-    )

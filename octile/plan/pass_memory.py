@@ -16,6 +16,7 @@ from octile.models.config import ModelConfig
 from octile.parallel.schedules import SENDS_IN_FLIGHT, ActionType, Schedule, parts
 from octile.plan.exchange import hit_probability
 from octile.plan.layout import Layout
+from octile.plan.parameters import parameters_of_parts
 from octile.plan.stages import Part, Stage
 from octile.plan.work import tiles
 
@@ -29,13 +30,15 @@ class PassBytes(NamedTuple):
     Attributes:
         saved, logits: between the forward and the backward pass.
         backward: at most during a backward pass, of the activations, and in all.
-        input_gradient: the same if it defers weight gradients.
+        first_backward: the same of a stage's first one, in which its weight gradients begin, with these in between.
+        input_gradient: at most during a backward pass that defers weight gradients, as `backward`.
         deferred: between the input gradient and the weight gradients, whose operands are freed one after the other.
     """
 
     saved: float
     logits: float
     backward: tuple[float, float]
+    first_backward: tuple[float, float, float]
     input_gradient: tuple[float, float]
     deferred: float
 
@@ -56,6 +59,7 @@ def pass_bytes(c: ModelConfig, layout: Layout, stage: Stage, stores_gradients: b
         sum(step.saved for step in steps),
         sum(step.logits for step in steps),
         _most_in_backward(steps, defers=False),
+        _most_in_first_backward(steps),
         _most_in_backward(steps, defers=True),
         sum(step.deferred for step in steps),
     )
@@ -81,12 +85,12 @@ def most_in_passes(
     passes: Mapping[int, PassBytes],
     gradients: Callable[[Collection[int]], float],
     exchanges: bool,
+    has_gradients: bool = False,
 ) -> MostBytes:
     """The bytes of a rank's passes when they are most.
 
-    The weight gradients of a stage are counted once those of its first micro-batch have been computed. In that pass
-    they are allocated layer by layer while activations are freed, of which only its beginning and its end are counted:
-    with one or two micro-batches up to 3% of a rank's memory are missing.
+    The weight gradients of a stage begin with its first micro-batch: they are allocated layer by layer while
+    activations are freed.
 
     Args:
         schedule, rank: say in which order passes run.
@@ -94,9 +98,10 @@ def most_in_passes(
         gradients: returns the bytes of the weight gradients of stages.
         exchanges: whether passes exchange rows of experts. Those of a pair then run at the same time; otherwise the
             backward pass runs first (`octile.nn.interleave`).
+        has_gradients: whether all stages have gradients from the beginning.
     """
     held = logits = 0.0
-    begun = set[int]()  # the stages that have gradients
+    begun = set(passes if has_gradients else ())  # the stages that have gradients
     there = gradients(begun)
     most = MostBytes(0.0, 0.0, 0.0)
     for action in schedule.actions[rank]:
@@ -113,8 +118,10 @@ def most_in_passes(
             else:
                 held, logits = held - own.saved, logits - own.logits
                 is_full = kind == ActionType.FULL_BACKWARD
-                saved, total = own.backward if is_full else own.input_gradient
-                now = MostBytes(held + saved, there, logits + total - saved)
+                (saved, total), new = own.backward if is_full else own.input_gradient, 0.0
+                if is_full and stage not in begun:
+                    saved, new, total = own.first_backward
+                now = MostBytes(held + saved, there + new, logits + total - saved - new)
                 held += 0.0 if is_full else own.deferred
             if kind in COMPUTE_GRADIENTS and stage not in begun:
                 begun.add(stage)
@@ -217,12 +224,14 @@ class _Step(NamedTuple):
         logits: logits that are saved, too.
         transient: what the backward pass takes besides.
         deferred: operands of weight gradients that are computed later.
+        gradients: weight gradients, without those of the embedding.
     """
 
     saved: float
     logits: float
     transient: float
     deferred: float
+    gradients: float
 
 
 def _most_in_backward(steps: Sequence[_Step], defers: bool) -> tuple[float, float]:
@@ -236,30 +245,46 @@ def _most_in_backward(steps: Sequence[_Step], defers: bool) -> tuple[float, floa
     return most
 
 
+def _most_in_first_backward(steps: Sequence[_Step]) -> tuple[float, float, float]:
+    """The bytes of a stage's first backward pass when they are most: of activations, weight gradients, and all."""
+    held, logits = sum(step.saved for step in steps), sum(step.logits for step in steps)
+    gradients, most = 0.0, (held, 0.0, held + logits)
+    for step in reversed(steps):
+        gradients += step.gradients
+        most = max(most, (held, gradients, held + logits + step.transient + gradients), key=lambda found: found[2])
+        held, logits = held - step.saved, logits - step.logits
+    return most
+
+
 def _steps(c: ModelConfig, layout: Layout, part: Part, stores_gradients: bool) -> Iterator[_Step]:
     """The steps of a part of the model, in the order of the forward pass."""
-    tokens, d = layout.micro_batch_tokens, c.hidden_size
+    tokens, d, each = layout.micro_batch_tokens, c.hidden_size, parameters_of_parts(c)
     if part.heads:
-        yield _head(c, layout)
+        yield _head(c, layout, each.table if part.heads == 1 else 0)
     if part.heads > 1:
         pairs = saved_bytes_of_heads(c, 2) - 2 * saved_bytes_of_heads(c, 1)
-        yield _Step(tokens * pairs, 0, 0, tokens * 3 * 2 * d)  # operands in BF16: pairs, and a gradient
+        # operands in BF16: pairs, and a gradient
+        yield _Step(tokens * pairs, 0, 0, tokens * 3 * 2 * d, GRADIENT_BYTES * each.prediction)
     for number in range(part.layers):
         is_moe = number < part.mixtures
         swiglu = tokens * _saved_bytes_of_swiglu(c, layout, is_moe)
         saved = tokens * saved_bytes(c, layout, is_moe) - swiglu
-        yield _Step(saved, 0, attention_bytes(c, layout), tokens * _operands_of_attention(c))
+        attention = GRADIENT_BYTES * (each.attention + each.norms)
+        yield _Step(saved, 0, attention_bytes(c, layout), tokens * _operands_of_attention(c), attention)
         transient = feed_forward_bytes(c, layout, is_moe, stores_gradients)
-        yield _Step(swiglu, 0, transient, tokens * _operands_of_feed_forward(c, layout, is_moe))
+        weights = each.experts / layout.ep + each.shared + each.gate if is_moe else each.dense
+        operands = tokens * _operands_of_feed_forward(c, layout, is_moe)
+        yield _Step(swiglu, 0, transient, operands, GRADIENT_BYTES * weights)
     if part.heads > 1:
-        yield _head(c, layout)
+        yield _head(c, layout, each.table)  # the same weight, whose gradient begins here
 
 
-def _head(c: ModelConfig, layout: Layout) -> _Step:
+def _head(c: ModelConfig, layout: Layout, weights: float) -> _Step:
     """The step of a head, whose logits, and their gradient, are in BF16."""
     tokens = layout.micro_batch_tokens
     logits = 2 * tokens * c.vocab_size
-    return _Step(tokens * saved_bytes_of_heads(c, 1), logits, logits, logits + 2 * tokens * c.hidden_size)
+    deferred = logits + 2 * tokens * c.hidden_size
+    return _Step(tokens * saved_bytes_of_heads(c, 1), logits, logits, deferred, GRADIENT_BYTES * weights)
 
 
 def _operands_of_attention(c: ModelConfig) -> float:

@@ -12,8 +12,9 @@ from octile.models.flops import multiply_adds, train_flops_per_token
 from octile.parallel.schedules import Action, ActionType, Costs, Schedule, Simulation, StageCosts, simulate
 from octile.plan.hardware import Cluster
 from octile.plan.layout import Layout
-from octile.plan.memory import GRADIENT_BYTES, MASTER_BYTES, held_parameters, memory_by_kind
+from octile.plan.memory import GRADIENT_BYTES, MASTER_BYTES, memory_by_kind
 from octile.plan.muon import MATRIX_BYTES, held_projection, newton_schulz_flops
+from octile.plan.parameters import held_parameters
 from octile.plan.stages import Stage, make_stages
 
 OPTIMIZER_BYTES = {  # of a parameter: AdamW reads 12 and writes 8, the norm reads 4

@@ -11,12 +11,12 @@ from octile.optim import Muon, muon_groups, muon_update
 from octile.plan.hardware import read_cluster
 from octile.plan.layout import Layout
 from octile.plan.memory import (
-    held_parameters,
     memory_by_kind,
     memory_of_rank,
     usable_memory,
 )
 from octile.plan.muon import held_projection, update_bytes
+from octile.plan.parameters import held_parameters
 from octile.plan.pass_memory import pass_bytes
 from octile.plan.stages import make_stages
 from octile.plan.step import plan_step

@@ -20,8 +20,10 @@ from octile.nn.deferred_wgrad import DeferrableLinears, DeferredWgrads, defer_wg
 from octile.ops.planning import planned_kernels
 from octile.optim.gradient import added_in_place
 from octile.parallel.schedules import make_schedule
+from octile.plan import pass_memory
 from octile.plan.hardware import read_cluster
 from octile.plan.layout import Layout
+from octile.plan.parameters import held_parameters
 from octile.plan.pass_memory import (
     PassBytes,
     attention_bytes,
@@ -36,7 +38,7 @@ from octile.plan.stages import make_stages
 from octile.recipe import Recipe
 from octile.train.memory.cpu import LiveTensors
 from octile.train.memory.saved_activations import saving_activations
-from tests.plan.toy import TOY
+from tests.plan.toy import CLUSTER, TOY
 
 LAYOUT = Layout(batch_size=256, micro_batch_size=2, sequence_length=32)
 FP8, BF16, FP32, SCALE = 1, 2, 4, 4
@@ -133,7 +135,9 @@ def test_attention_takes_its_result_gradients_and_recomputed_queries_keys_and_va
     assert attention_bytes(TOY, LAYOUT) == kept + TOKENS * BF16 * 4 * (48 + 48 + 72)
 
 
-STAGE = PassBytes(saved=10, logits=3, backward=(10, 18), input_gradient=(12, 19), deferred=4)  # of each stage
+STAGE = PassBytes(  # of each stage
+    saved=10, logits=3, backward=(10, 18), first_backward=(10, 0, 18), input_gradient=(12, 19), deferred=4
+)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +151,21 @@ STAGE = PassBytes(saved=10, logits=3, backward=(10, 18), input_gradient=(12, 19)
 def test_a_rank_holds_activations_and_logits_of_several_micro_batches(schedule, most):
     made = make_schedule(schedule, 2, 4)
     assert most_in_passes(made, 0, {0: STAGE, 1: STAGE}, len, exchanges=False) == most
+
+
+def test_gradients_that_a_first_backward_pass_has_computed_are_counted_within_it():
+    stage = STAGE._replace(first_backward=(6, 7, 30))  # where 6 of the saved are left, and 7 of the gradients are there
+    schedule = make_schedule("gpipe", 2, 4)
+    most = most_in_passes(schedule, 0, {0: stage}, lambda begun: 9.0 * len(begun), exchanges=False)
+    assert most == (3 * 10 + 6, 7, 3 * 3 + 30 - 6 - 7)
+
+
+def test_the_first_backward_pass_has_all_gradients_but_the_embeddings_in_the_end():
+    layout, (stage,) = replace(LAYOUT, pp=1), make_stages(TOY, replace(LAYOUT, pp=1), CLUSTER)
+    steps = [step for part in stage.parts for step in pass_memory._steps(TOY, layout, part, False)]
+    table = FP32 * TOY.vocab_size * TOY.hidden_size
+    counted = sum(step.gradients for step in steps)
+    assert counted == pytest.approx(FP32 * sum(held_parameters(TOY, layout, [stage])) - table, rel=1e-3)
 
 
 def test_operands_of_deferred_weight_gradients_stay_until_these_are_computed():

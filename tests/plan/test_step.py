@@ -10,7 +10,8 @@ from octile.models.meta import meta_model
 from octile.parallel.schedules import ActionType
 from octile.plan.hardware import read_cluster
 from octile.plan.layout import Layout
-from octile.plan.memory import held_parameters, memory_by_kind, why_not_fitting
+from octile.plan.memory import memory_by_kind, why_not_fitting
+from octile.plan.parameters import held_parameters
 from octile.plan.stages import make_stages
 from octile.plan.step import overlapped, plan_step, stage_costs
 from tests.plan.toy import CLUSTER, EFFICIENCIES, TOY
