@@ -148,6 +148,10 @@ def test_what_a_dataclass_refuses_is_said_of_the_option(words, message):
         build("a", *words)
 
 
+def test_a_choice_may_be_given_in_capitals():
+    assert build("a", "--kind", "B").kind == "b"
+
+
 def test_an_error_has_the_option_and_the_value():
     with pytest.raises(OptionError) as raised:
         build("a", "--kind", "c")
