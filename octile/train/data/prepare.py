@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,7 @@ def prepare(
         raise ValueError(f"tokenizer {str(tokenizer)!r} has {given.vocab_size} tokens, vocab_size is only {vocab_size}")
     if is_url(source):
         return _streamed(str(source), folder, vocab_size, given)
-    for unfinished in folder.glob(BUILDING + "*"):  # of a process that was killed
-        shutil.rmtree(unfinished)
+    remove_unfinished(folder)
     progress("reading", 0.0)
     settings = {
         "text": content_digest(source),
@@ -112,14 +112,8 @@ def prepare(
         "held_out_windows": held_out_windows,
         "tokenizer": given and json_checksum([given.fingerprint, given.config]),
     }
-    if not is_built(folder, str(source), settings):
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=BUILDING, dir=folder) as building:
-            built = Path(building)
-            manifest = token_cache.fetch(settings, built, lambda: _build(built, source, settings, given, progress), say)
-            replace(manifest, source=str(source)).write(built)
-            publish(built, folder, manifest)
-    return TokenStore.open(folder)
+    build = partial(_build, source=source, settings=settings, given=given, progress=progress)
+    return reuse_or_build(folder, str(source), settings, build, say)
 
 
 def _streamed(url: str, folder: Path, vocab_size: int, tokenizer: Tokenizer | None) -> TokenStore:
@@ -137,8 +131,46 @@ def _check_positive(**arguments: int) -> None:
             raise ValueError(f"{name} must be at least 1, not {value}")
 
 
-def is_built(folder: Path, source: str, settings: dict[str, Any]) -> bool:
-    """Whether a folder has the store of a source with these settings."""
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a killed process has left half-built in a folder."""
+    for unfinished in folder.glob(BUILDING + "*"):
+        shutil.rmtree(unfinished)
+
+
+def reuse_or_build(
+    folder: Path,
+    source: str,
+    settings: dict[str, Any],
+    build: Callable[[Path], Manifest],
+    say: Callable[[str], None],
+    reuse: bool = True,
+) -> TokenStore:
+    """Open the store of a folder if it has this source and these settings, or else one from the cache or a new one.
+
+    Args:
+        folder: the folder of the store.
+        source: the name of the data.
+        settings: everything on which the store depends.
+        build: writes a store into an empty folder and returns its manifest.
+        say: as in `token_cache.fetch`.
+        reuse: whether a store that was built before may be used.
+
+    Raises:
+        ValueError: the store in the folder is damaged.
+        Exception: what `build` raises.
+    """
+    if not reuse or not _is_built(folder, source, settings):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=BUILDING, dir=folder) as building:
+            built = Path(building)
+            new = partial(build, built)
+            manifest = token_cache.fetch(settings, built, new, say) if reuse else new()
+            replace(manifest, source=source).write(built)
+            publish(built, folder, manifest)
+    return TokenStore.open(folder)
+
+
+def _is_built(folder: Path, source: str, settings: dict[str, Any]) -> bool:
     if not (folder / MANIFEST).exists():
         return False
     there = Manifest.read(folder)

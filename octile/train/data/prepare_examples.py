@@ -9,9 +9,7 @@ answer to a user, by the rule by which documents are (`CorpusIndex.hold_out`).
 from __future__ import annotations
 
 import hashlib
-import shutil
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,12 +24,11 @@ from octile.checkpoint.files import checksum
 from octile.report.machine import version_of
 from octile.serve.http.chat import ChatTemplate
 from octile.tokenizer import Tokenizer
-from octile.train.data import token_cache
 from octile.train.data.corpus import LeftOut
 from octile.train.data.corpus_index import BYTES_PER_TOKEN, CorpusIndex
 from octile.train.data.examples import Example, read_examples
 from octile.train.data.packed_tokens import FIRST, LOSS, best_fit
-from octile.train.data.prepare import BUILDING, Progress, is_built, publish
+from octile.train.data.prepare import Progress, remove_unfinished, reuse_or_build
 from octile.train.data.token_store import LEFT_OUT, PARTS, Manifest, Packed, TokenStore, TokenWriter
 from octile.train.run.source_digest import source_digest
 from octile.validation import json_checksum, read_text
@@ -95,8 +92,7 @@ def prepare_examples(
         ValueError: a line is no example, there are too few, or the store in the folder is damaged.
     """
     source, folder = Path(source), Path(folder)
-    for unfinished in folder.glob(BUILDING + "*"):  # of a process that was killed
-        shutil.rmtree(unfinished)
+    remove_unfinished(folder)
     progress("reading", 0.0)
     loaded = Tokenizer.load(tokenizer)
     template = ChatTemplate.load(Path(tokenizer), loaded)
@@ -113,15 +109,8 @@ def prepare_examples(
         "held_out_sequences": held_out_sequences,
         "tokenizer": json_checksum([kept.fingerprint, kept.config]),
     }
-    if template.reads_clock or not is_built(folder, str(source), settings):
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=BUILDING, dir=folder) as building:
-            built = Path(building)
-            build = partial(_build, built, source, settings, kept, template, progress)
-            manifest = build() if template.reads_clock else token_cache.fetch(settings, built, build, say)
-            replace(manifest, source=str(source)).write(built)
-            publish(built, folder, manifest)
-    return TokenStore.open(folder)
+    build = partial(_build, source=source, settings=settings, tokenizer=kept, template=template, progress=progress)
+    return reuse_or_build(folder, str(source), settings, build, say, reuse=not template.reads_clock)
 
 
 def _build(
