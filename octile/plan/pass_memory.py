@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from octile.models.config import ModelConfig
-from octile.parallel.schedules import SENDS_IN_FLIGHT, ActionType, Schedule, parts
+from octile.parallel.schedules import SENDS_IN_FLIGHT, WITH_WEIGHT_GRADIENTS, ActionType, Schedule, parts
 from octile.plan.exchange import hit_probability
 from octile.plan.layout import Layout
 from octile.plan.parameters import parameters_of_parts
@@ -21,7 +21,20 @@ from octile.plan.stages import Part, Stage
 from octile.plan.work import tiles
 
 GRADIENT_BYTES = 4  # FP32
-COMPUTE_GRADIENTS = ActionType.FULL_BACKWARD, ActionType.BACKWARD_WEIGHT
+
+
+class MostBytes(NamedTuple):
+    """What passes take when they take most, in bytes.
+
+    Attributes:
+        activations: what is saved for backward passes, and operands of weight gradients that are deferred.
+        gradients: those of the stages of which a micro-batch's gradients have been computed.
+        others: logits, and tensors of the pass that runs.
+    """
+
+    activations: float
+    gradients: float
+    others: float
 
 
 class PassBytes(NamedTuple):
@@ -29,17 +42,17 @@ class PassBytes(NamedTuple):
 
     Attributes:
         saved, logits: between the forward and the backward pass.
-        backward: at most during a backward pass, of the activations, and in all.
-        first_backward: the same of a stage's first one, in which its weight gradients begin, with these in between.
-        input_gradient: at most during a backward pass that defers weight gradients, as `backward`.
+        backward: at most during a backward pass, without weight gradients, which are there.
+        first_backward: the same of a stage's first one, with the weight gradients, which begin in it.
+        input_gradient: at most during a backward pass that defers weight gradients.
         deferred: between the input gradient and the weight gradients, whose operands are freed one after the other.
     """
 
     saved: float
     logits: float
-    backward: tuple[float, float]
-    first_backward: tuple[float, float, float]
-    input_gradient: tuple[float, float]
+    backward: MostBytes
+    first_backward: MostBytes
+    input_gradient: MostBytes
     deferred: float
 
 
@@ -58,25 +71,11 @@ def pass_bytes(c: ModelConfig, layout: Layout, stage: Stage, stores_gradients: b
     return PassBytes(
         sum(step.saved for step in steps),
         sum(step.logits for step in steps),
-        _most_in_backward(steps, defers=False),
-        _most_in_first_backward(steps),
+        _most_in_backward(steps),
+        _most_in_backward(steps, begins_gradients=True),
         _most_in_backward(steps, defers=True),
         sum(step.deferred for step in steps),
     )
-
-
-class MostBytes(NamedTuple):
-    """What the passes of a rank take when they take most, in bytes.
-
-    Attributes:
-        activations: what is saved for backward passes, and operands of weight gradients that are deferred.
-        gradients: those of the stages of which a micro-batch's gradients have been computed.
-        others: logits, and tensors of the pass that runs.
-    """
-
-    activations: float
-    gradients: float
-    others: float
 
 
 def most_in_passes(
@@ -118,12 +117,11 @@ def most_in_passes(
             else:
                 held, logits = held - own.saved, logits - own.logits
                 is_full = kind == ActionType.FULL_BACKWARD
-                (saved, total), new = own.backward if is_full else own.input_gradient, 0.0
-                if is_full and stage not in begun:
-                    saved, new, total = own.first_backward
-                now = MostBytes(held + saved, there + new, logits + total - saved - new)
+                whole = own.backward if stage in begun else own.first_backward
+                own_most = whole if is_full else own.input_gradient
+                now = MostBytes(held + own_most.activations, there + own_most.gradients, logits + own_most.others)
                 held += 0.0 if is_full else own.deferred
-            if kind in COMPUTE_GRADIENTS and stage not in begun:
+            if kind in WITH_WEIGHT_GRADIENTS and stage not in begun:
                 begun.add(stage)
                 there = gradients(begun)
             after = MostBytes(held, there, logits)
@@ -234,25 +232,15 @@ class _Step(NamedTuple):
     gradients: float
 
 
-def _most_in_backward(steps: Sequence[_Step], defers: bool) -> tuple[float, float]:
-    """The bytes of a backward pass when they are most: of activations and deferred operands, and all."""
-    held, logits = sum(step.saved for step in steps), sum(step.logits for step in steps)
-    most = held, held + logits
+def _most_in_backward(steps: Sequence[_Step], defers: bool = False, begins_gradients: bool = False) -> MostBytes:
+    """The bytes of a backward pass when they are most; activations include deferred operands."""
+    held, logits, gradients = sum(step.saved for step in steps), sum(step.logits for step in steps), 0.0
+    most = MostBytes(held, gradients, logits)
     for step in reversed(steps):
-        most = max(most, (held, held + logits + step.transient), key=lambda found: found[1])
+        gradients += step.gradients * begins_gradients
+        most = max(most, MostBytes(held, gradients, logits + step.transient), key=sum)
         held += step.deferred * defers - step.saved
         logits -= step.logits
-    return most
-
-
-def _most_in_first_backward(steps: Sequence[_Step]) -> tuple[float, float, float]:
-    """The bytes of a stage's first backward pass when they are most: of activations, weight gradients, and all."""
-    held, logits = sum(step.saved for step in steps), sum(step.logits for step in steps)
-    gradients, most = 0.0, (held, 0.0, held + logits)
-    for step in reversed(steps):
-        gradients += step.gradients
-        most = max(most, (held, gradients, held + logits + step.transient + gradients), key=lambda found: found[2])
-        held, logits = held - step.saved, logits - step.logits
     return most
 
 

@@ -13,7 +13,7 @@ catalog.py          all schedules with their constraints and formulas
 from octile.parallel.schedules.actions import Action, ActionType, parts
 from octile.parallel.schedules.catalog import SCHEDULES, ScheduleKind, make_schedule
 from octile.parallel.schedules.communication import SENDS_IN_FLIGHT, add_communication
-from octile.parallel.schedules.schedule import Schedule, held_activations
+from octile.parallel.schedules.schedule import WITH_WEIGHT_GRADIENTS, Schedule, held_activations
 from octile.parallel.schedules.simulation import (
     Costs,
     Simulation,
@@ -26,6 +26,7 @@ from octile.parallel.schedules.simulation import (
 __all__ = [
     "SCHEDULES",
     "SENDS_IN_FLIGHT",
+    "WITH_WEIGHT_GRADIENTS",
     "Action",
     "ActionType",
     "Costs",

@@ -9,7 +9,7 @@ from typing import Any
 
 from octile.parallel.schedules.actions import Action, ActionType, parts
 
-RELEASING = ActionType.FULL_BACKWARD, ActionType.BACKWARD_WEIGHT  # after which activations are needed no more
+WITH_WEIGHT_GRADIENTS = ActionType.FULL_BACKWARD, ActionType.BACKWARD_WEIGHT  # after which activations are freed
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,6 @@ def _most_held(actions: tuple[Action, ...], sizes: Sequence[int]) -> int:
                 held += sizes[part.stage_index]
                 most = max(most, held)
         for part in parts(action):
-            if part.computation_type in RELEASING:
+            if part.computation_type in WITH_WEIGHT_GRADIENTS:
                 held -= sizes[part.stage_index]
     return most
