@@ -252,12 +252,12 @@ def all_jobs(small: str = "30m", sizes: tuple[str, ...] = ("150m", "80m", "30m")
         for recipe in PARTS
         for seed in PARTS_SEEDS
     ]
-    if small == "30m":  # not among toys
-        jobs += [
-            replace(job("planned", plan.size, recipe, seed, CORE, **DESIGNS[plan.design]), name=name)
-            for plan in PLANS.values()
-            for recipe, seed, name in plan.runs
-        ]
+    jobs += [
+        replace(job("planned", plan.size, recipe, seed, CORE, **DESIGNS[plan.design]), name=name)
+        for plan in PLANS.values()
+        if plan.size in sizes
+        for recipe, seed, name in plan.runs
+    ]
     return [*jobs, *(job("billion", small, recipe, 0, BILLION) for recipe in ("bf16", "deepseek_v3"))]
 
 

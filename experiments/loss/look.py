@@ -13,19 +13,17 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from experiments.loss.plans import PLANS, Plan
-from experiments.loss.report import BAR, gap
+from experiments.loss.report import BAR, Result, gap
 from experiments.loss.runs import read_runs
 from octile.bench.rows import align_columns
 from octile.report.compare.intervals import Interval, student_interval
 from octile.report.compare.summary import span
 
 ENDED = "done", "diverged"
-Result = dict[str, Any]
 
 
 def look(plan: Plan, runs: Sequence[Result]) -> str:
@@ -38,7 +36,7 @@ def look(plan: Plan, runs: Sequence[Result]) -> str:
     found = _check_complete(plan, runs)
     rows = [["recipe", "pairs", "mean gap", "deviation", "95% interval", "verdict", "gaps"]]
     for recipe in plan.recipes:
-        pairs = [(found[f"{plan.name}-{recipe}-{seed}"], found[f"{plan.name}-bf16-{seed}"]) for seed in plan.seeds]
+        pairs = [(found[plan.job_name(recipe, seed)], found[plan.job_name("bf16", seed)]) for seed in plan.seeds]
         diverged = sum("diverged" in (run["state"], base["state"]) for run, base in pairs)
         if diverged:
             rows.append([recipe, str(len(pairs)), "", "", "", f"not shown: {diverged} diverged", ""])

@@ -13,13 +13,10 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from experiments.loss.jobs import DESIGNS, PARTS, PARTS_DESIGN, SCANS
-from experiments.loss.report import STEEP, Results, gap, step_below
+from experiments.loss.report import STEEP, Result, Results, gap, step_below
 from octile.bench.rows import align_columns
-
-Result = dict[str, Any]
 
 
 def averaged_loss(run: Result) -> float:

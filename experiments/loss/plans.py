@@ -27,7 +27,10 @@ class Plan:
     def runs(self) -> list[tuple[str, int, str]]:
         """(recipe, seed, name of the job) of all runs, seed by seed."""
         recipes = ("bf16", *self.recipes)
-        return [(recipe, seed, f"{self.name}-{recipe}-{seed}") for seed in self.seeds for recipe in recipes]
+        return [(recipe, seed, self.job_name(recipe, seed)) for seed in self.seeds for recipe in recipes]
+
+    def job_name(self, recipe: str, seed: int) -> str:
+        return f"{self.name}-{recipe}-{seed}"
 
 
 PLANS = {

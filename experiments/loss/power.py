@@ -32,15 +32,12 @@ LOOKS = {("core", "80m", 24): (4, 6, 7, 11, 14, 24)}
 
 def power(pairs: int, mean: float, deviation: float) -> float:
     """Return the probability that the 95% interval over `pairs` ≥ 2 gaps lies inside ± BAR, by simulation."""
-    draw = np.random.default_rng(0)
-    gaps = draw.normal(mean, deviation, size=(DRAWS, pairs))
-    return _share_inside(gaps)
+    return _share_inside(_drawn(pairs, mean, deviation))
 
 
 def power_outside(pairs: int, mean: float, deviation: float) -> float:
     """Return the probability that the 95% interval over `pairs` ≥ 2 gaps lies above BAR, by simulation."""
-    draw = np.random.default_rng(0)
-    gaps = draw.normal(mean, deviation, size=(DRAWS, pairs))
+    gaps = _drawn(pairs, mean, deviation)
     means = gaps.mean(axis=1)
     return float(np.mean(means - (interval_reaches(gaps) - np.abs(means)) > BAR))
 
@@ -58,6 +55,11 @@ def power_after(gaps: Sequence[float], more: int) -> float:
     further = mean[:, None] + deviation[:, None] * draw.standard_normal((DRAWS, more))
     every = np.hstack([np.broadcast_to(gaps, (DRAWS, n)), further])
     return _share_inside(every)
+
+
+def _drawn(pairs: int, mean: float, deviation: float) -> npt.NDArray[np.float64]:
+    """Return gaps [draws, pairs] from a normal distribution."""
+    return np.random.default_rng(0).normal(mean, deviation, size=(DRAWS, pairs))
 
 
 def _share_inside(gaps: npt.NDArray[np.float64]) -> float:
