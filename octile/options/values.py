@@ -48,10 +48,12 @@ def value_of(option: Option, words: Sequence[str]) -> Any:
 def _scalar(name: str, word: str, kind: Any) -> Any:
     if get_origin(kind) is Literal:
         choices = {str(choice): choice for choice in get_args(kind)}
-        alike = [choice for choice in choices if choice.lower() == word.lower()]  # octile prints DualPipeV
-        if word not in choices and len(alike) != 1:
-            raise OptionError(name, f"must be one of {', '.join(choices)}", word)
-        return choices[word if word in choices else alike[0]]
+        if word not in choices:
+            alike = [choice for choice in choices if choice.lower() == word.lower()]  # octile prints DualPipeV
+            if len(alike) != 1:
+                raise OptionError(name, f"must be one of {', '.join(choices)}", word)
+            word = alike[0]
+        return choices[word]
     if kind is bool:
         return word == "True"
     if kind is Path and not word:

@@ -22,67 +22,67 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return Outcomes(tmp_path_factory, "fsdp", WORKS)
 
 
-@pytest.mark.slow  # two ranks of FSDP2 start
+@pytest.mark.slow
 def test_gathered_are_the_bits_that_quantizing_the_whole_weight_gives(outcomes: Outcomes):
     outcomes.assert_passed(cases.bits)
 
 
-@pytest.mark.slow  # two ranks of FSDP2 start
+@pytest.mark.slow
 def test_other_code_reads_the_dequantized_values_of_a_gathered_weight_and_cannot_write_it(outcomes: Outcomes):
     outcomes.assert_passed(cases.values)
 
 
-@pytest.mark.slow  # two ranks of FSDP2 start
+@pytest.mark.slow
 def test_losses_and_gradients_are_those_of_one_process_bit_for_bit(outcomes: Outcomes):
     outcomes.assert_passed(cases.training)
 
 
-@pytest.mark.slow  # two ranks of FSDP2 start
+@pytest.mark.slow
 def test_mixed_precision_quantizes_the_shards_in_their_own_precision(outcomes: Outcomes):
     outcomes.assert_passed(cases.bf16)
 
 
-@pytest.mark.slow  # two ranks of FSDP2 start
+@pytest.mark.slow
 def test_micro_batches_add_their_gradients(outcomes: Outcomes):
     outcomes.assert_passed(cases.accumulated)
 
 
-@pytest.mark.slow  # two ranks of FSDP2 start
+@pytest.mark.slow
 def test_recomputed_gate_and_up_read_the_gathered_weights(outcomes: Outcomes):
     outcomes.assert_passed(cases.recomputed)
 
 
-@pytest.mark.slow  # two ranks of FSDP2 start
+@pytest.mark.slow
 def test_layers_with_hooks_read_the_gathered_weights(outcomes: Outcomes):
     outcomes.assert_passed(cases.unfused)
 
 
-@pytest.mark.slow  # two ranks of FSDP2 start
+@pytest.mark.slow
 def test_sparse_attention_reads_the_gathered_weights(outcomes: Outcomes):
     outcomes.assert_passed(cases.sparse_attention)
 
 
-@pytest.mark.slow  # two ranks of FSDP2 start
+@pytest.mark.slow
 def test_compiled_blocks_read_the_gathered_weights_without_graph_breaks(outcomes: Outcomes):
     outcomes.assert_passed(cases.compiled)
 
 
-@pytest.mark.slow  # two ranks of FSDP2 start
+@pytest.mark.slow
 def test_fp8_gathers_a_byte_a_value_where_bf16_gathers_two(outcomes: Outcomes):
     outcomes.assert_passed(cases.fewer_bytes)
 
 
-@pytest.mark.slow  # two ranks of FSDP2 start
+@pytest.mark.slow
 def test_checkpoints_hold_the_weights_in_high_precision(outcomes: Outcomes):
     outcomes.assert_passed(cases.saved)
 
 
-@pytest.mark.slow  # two ranks of FSDP2 start
+@pytest.mark.slow
 def test_the_summary_says_which_weights_are_gathered_in_high_precision_and_why(outcomes: Outcomes):
     outcomes.assert_passed(cases.summary)
 
 
-@pytest.mark.slow  # two ranks of FSDP2 start
+@pytest.mark.slow
 def test_what_cannot_be_gathered_in_fp8_is_refused(outcomes: Outcomes):
     outcomes.assert_passed(cases.refused)
 

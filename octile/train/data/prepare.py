@@ -101,12 +101,11 @@ def prepare(
         raise ValueError(f"tokenizer {str(tokenizer)!r} has {given.vocab_size} tokens, vocab_size is only {vocab_size}")
     if is_url(source):
         return _streamed(str(source), folder, vocab_size, given)
-    remove_unfinished(folder)
     progress("reading", 0.0)
     settings = {
         "text": content_digest(source),
         "preparation": source_digest(PREPARED_BY),
-        "versions": [f"Python {sys.version_info.major}.{sys.version_info.minor}", version_of("tokenizers")],
+        "versions": versions("tokenizers"),
         "vocab_size": vocab_size,
         "sequence_length": sequence_length,
         "held_out_windows": held_out_windows,
@@ -131,10 +130,9 @@ def _check_positive(**arguments: int) -> None:
             raise ValueError(f"{name} must be at least 1, not {value}")
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Remove what a killed process has left half-built in a folder."""
-    for unfinished in folder.glob(BUILDING + "*"):
-        shutil.rmtree(unfinished)
+def versions(*packages: str) -> list[str | None]:
+    """The versions of Python and of packages, None for one that is not installed."""
+    return [f"Python {sys.version_info.major}.{sys.version_info.minor}", *map(version_of, packages)]
 
 
 def reuse_or_build(
@@ -146,6 +144,8 @@ def reuse_or_build(
     reuse: bool = True,
 ) -> TokenStore:
     """Open the store of a folder if it has this source and these settings, or else one from the cache or a new one.
+
+    What a killed process has left half-built in the folder is removed.
 
     Args:
         folder: the folder of the store.
@@ -159,6 +159,8 @@ def reuse_or_build(
         ValueError: the store in the folder is damaged.
         Exception: what `build` raises.
     """
+    for unfinished in folder.glob(BUILDING + "*"):
+        shutil.rmtree(unfinished)
     if not reuse or not _is_built(folder, source, settings):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=BUILDING, dir=folder) as building:

@@ -9,7 +9,6 @@ answer to a user, by the rule by which documents are (`CorpusIndex.hold_out`).
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,14 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from octile.checkpoint.files import checksum
-from octile.report.machine import version_of
 from octile.serve.http.chat import ChatTemplate
 from octile.tokenizer import Tokenizer
 from octile.train.data.corpus import LeftOut
 from octile.train.data.corpus_index import BYTES_PER_TOKEN, CorpusIndex
 from octile.train.data.examples import Example, read_examples
 from octile.train.data.packed_tokens import FIRST, LOSS, best_fit
-from octile.train.data.prepare import Progress, remove_unfinished, reuse_or_build
+from octile.train.data.prepare import Progress, reuse_or_build, versions
 from octile.train.data.token_store import LEFT_OUT, PARTS, Manifest, Packed, TokenStore, TokenWriter
 from octile.train.run.source_digest import source_digest
 from octile.validation import json_checksum, read_text
@@ -92,7 +90,6 @@ def prepare_examples(
         ValueError: a line is no example, there are too few, or the store in the folder is damaged.
     """
     source, folder = Path(source), Path(folder)
-    remove_unfinished(folder)
     progress("reading", 0.0)
     loaded = Tokenizer.load(tokenizer)
     template = ChatTemplate.load(Path(tokenizer), loaded)
@@ -100,11 +97,7 @@ def prepare_examples(
     settings = {
         "text": checksum(source)["sha256"],
         "preparation": source_digest(PREPARED_BY),
-        "versions": [
-            f"Python {sys.version_info.major}.{sys.version_info.minor}",
-            version_of("tokenizers"),
-            version_of("jinja2"),
-        ],
+        "versions": versions("tokenizers", "jinja2"),
         "sequence_length": sequence_length,
         "held_out_sequences": held_out_sequences,
         "tokenizer": json_checksum([kept.fingerprint, kept.config]),

@@ -245,7 +245,7 @@ def test_other_examples_or_settings_are_prepared_anew(again, tokenizer, tmp_path
     if change == "code":
         monkeypatch.setattr(prepare_examples_module, "source_digest", lambda names: "another")
     if change == "versions":
-        monkeypatch.setattr(prepare_examples_module, "version_of", lambda package: f"{package} 99")
+        monkeypatch.setattr("octile.train.data.prepare.version_of", lambda package: f"{package} 99")
     if change == "template":
         (other / "chat_template.jinja").write_text(TEMPLATE)
     assert again(length=33 if change == "length" else 32, tokenizer=other) == ("", True)
