@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 import s3fs
@@ -58,8 +59,9 @@ class ObjectStore:
         self._released.set()
 
     def close(self) -> None:
-        """End the server."""
+        """Empty and end the server: moto keeps buckets for the next one of this process."""
         self.release()
+        urlopen(Request(f"{self.environment['AWS_ENDPOINT_URL']}/moto-api/reset", method="POST")).close()
         self._server.shutdown()
         self._server.server_close()
 
