@@ -710,7 +710,6 @@ def test_a_key_of_clients_does_not_update_the_weights(capsys, hf_folder, monkeyp
 
 
 def test_an_old_llguidance_is_refused_before_anything_is_loaded(capsys, hf_folder, monkeypatch):
-    pytest.importorskip("llguidance")
     monkeypatch.setattr("octile.serve.http.serve_folder.serve", lambda *_: pytest.fail("the model was loaded"))
     monkeypatch.setattr("octile.serve.engine.grammar._version", lambda _: "1.6.1")
     line = 'llguidance must be at least 1.7, not 1.6.1: pip install -U "octile[serve]"'
