@@ -197,7 +197,7 @@ def _slowdown(c: GemmConfig) -> float:
     """Return how much longer a k-block was measured to take than estimated, where all SMs are busy."""
     if c.ping_pong:
         return 1.85
-    if c.accumulators > 1 and c.waves > 1:
+    if c.schedule is Schedule.ALONG_K or (c.accumulators > 1 and c.waves > 1):
         return 1.15
     if c.is_1d1d:
         return 1.44

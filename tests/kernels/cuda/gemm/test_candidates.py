@@ -125,10 +125,13 @@ def test_the_chosen_one_is_the_best_candidate():
 
 
 def test_the_memory_of_the_gpu_decides_how_is_added_to_c():
-    """Adding in the L2 cache took 1.2 times as long as loading C on an H100 (benchmarks/history/gemm-drawn)."""
+    """With 1,024 tokens of a group, adding in the L2 cache took 1.19 times as long as loading C on an H100, and 1.03
+    times as long on an H200, where it is faster from 4,096 on (benchmarks/history/gemm-drawn).
+    """
     scales = {"b_scales": Scales.PER_ROW, "out_float": True, "accumulate": True}
-    experts = Problem(3072, 4096, 16 * 1024, 16, Schedule.ALONG_K, **scales)
-    assert [choose(experts, chip).load_c for chip in (H100, H200)] == [True, False]
+    for tokens, loads in ((1024, [True, True]), (2048, [True, False])):
+        experts = Problem(3072, 4096, 16 * tokens, 16, Schedule.ALONG_K, **scales)
+        assert [choose(experts, chip).load_c for chip in (H100, H200)] == loads
 
 
 @pytest.mark.parametrize(("m", "n"), [(512, 7168), (256, 2048), (128, 7168), (32, 7168)])
