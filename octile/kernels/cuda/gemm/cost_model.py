@@ -150,7 +150,7 @@ def cycles(p: Problem, c: GemmConfig, chip: Chip) -> float:
         partials = SPLIT_CYCLES + c.split_k * (PARTIAL_CYCLES + PARTIAL_REGISTER_CYCLES * c.waves * c.tile_n // 2)
     epilogue = EPILOGUE_CYCLES + STAGING_CYCLES * stagings + store + partials
     overlaps_mma = c.store is Store.TMA and c.promote and c.accumulators <= c.waves and c.split_k == 1
-    exposed = 0.2 if c.ping_pong else 1 if not overlaps_mma else 0.5 if c.waves > 1 else 0.9
+    exposed = 0.2 if c.ping_pong else 0.5 if overlaps_mma and c.waves > 1 else 1
     slowdown = _slowdown(c) if busy == workers else 1
     if c.cluster_m > 1 or (c.cluster_size > 1 and (c.is_1d1d or c.accumulators > 1 or c.ping_pong)):
         slowdown *= CLUSTER_SLOWDOWN
