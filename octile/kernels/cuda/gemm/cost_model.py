@@ -24,8 +24,7 @@ from octile.kernels.cuda.gemm.config import BLOCK_K, GemmConfig, Scales, Schedul
 MASKED_ROWS = 256  # rows assumed of a masked group where the caller gives no expectation
 LAUNCH_CYCLES = 5400  # until the first MMA, and after the last
 L2_BYTES_PER_CYCLE = 48  # of each SM when all load
-L2_BYTES_PER_CYCLE_ONE_ROUND = 66  # where all tiles are computed in one round
-MAX_L2_BYTES_PER_CYCLE = 66  # that one SM takes
+MAX_L2_BYTES_PER_CYCLE = 66  # that one SM takes, and each where all tiles are computed in one round
 CLUSTER_CYCLES = 8000  # more until the blocks of a cluster have all begun and ended, where they compute one tile each
 CLUSTER_SLOWDOWN = 1.05  # of a k-block of blocks that wait for each other, in kernels that hide it less
 SPLIT_CYCLES = 3100  # until the split-K partials are written and counted, and read by the last block
@@ -133,7 +132,7 @@ def cycles(p: Problem, c: GemmConfig, chip: Chip) -> float:
     warpgroup_mma = mma * c.waves // rows_of_64
     warpgroup = warpgroup_mma + (promotion + PROMOTION_WAIT_CYCLES * c.waves) / c.accumulators
     loaded = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * BLOCK_K
-    l2_bytes = L2_BYTES_PER_CYCLE_ONE_ROUND if rounds == 1 else L2_BYTES_PER_CYCLE
+    l2_bytes = MAX_L2_BYTES_PER_CYCLE if rounds == 1 else L2_BYTES_PER_CYCLE
     load_bytes = min(l2_bytes * chip.multiprocessors / busy, MAX_L2_BYTES_PER_CYCLE)
     k_block = max(mma, warpgroup, loaded / load_bytes, MIN_CYCLES_PER_K_BLOCK)
     if c.ping_pong:  # two tiles at once
@@ -205,8 +204,6 @@ def _slowdown(c: GemmConfig) -> float:
         return 1.3
     if c.warpgroups == 3:
         return 1.02
-    if c.accumulators > 1:
-        return 1.1
     if c.waves == 1:
-        return 1.25 if c.warpgroups == 1 else 1.1
+        return 1.25 if c.accumulators == c.warpgroups == 1 else 1.1
     return 1.2 if c.stages == 3 else 1.08
