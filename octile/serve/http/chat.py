@@ -27,7 +27,7 @@ from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from octile.serve.http.reasoning import Thought, ends_inside, thought_after
-from octile.tokenizer import Tokenizer, token_text
+from octile.tokenizer import Tokenizer, keep_no_words, token_text
 from octile.validation import read_text
 
 PLAIN = """\
@@ -154,6 +154,10 @@ class ChatTemplate:
         if not file.is_file():
             return cls(tokenizer, *_in_config(tokenizer.config))
         return cls(tokenizer, read_text(file))
+
+    def keep_no_words(self) -> None:
+        """Keep no words of prompts; see `octile.tokenizer.keep_no_words`."""
+        keep_no_words(self._backend)
 
     def prompt(
         self,
