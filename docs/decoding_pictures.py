@@ -52,7 +52,7 @@ def points(rows: Sequence[Mapping[str, Any]]) -> list[Point]:
     """The FLOP/s of a record of `octile bench attention`."""
     found = []
     for row in rows:
-        if row["unit"] == "TFLOP/s":
+        if row["unit"] == "TFLOP/s" and not row["against"]:  # a row with a peer repeats the speed
             texts, heads, form = row["case"].split(", ")
             found.append(Point(int(heads.split()[0]), int(texts.split()[-1]), form, row["value"] * 1e12))
     return found

@@ -49,12 +49,14 @@ RECORDS: dict[str, tuple[str | None, tuple[str, ...]]] = {  # commit (None: in t
     "h200_profile": ("95f174d", GEMM),
     "h200_sanitizer": ("dafb973", KERNELS),
     "h200_serve": (None, SERVE),
+    "h200_sparse": (
+        None, ("octile/kernels/cuda/attention", "octile/ops/sparse_attention.py", "octile/bench/sparse.py")
+    ),
     "h200_step": (None, (*LAYERS, "octile/optim", "octile/bench/step")),
     "h200_step_adamw": ("9bd00d3", (*LAYERS, "octile/optim", "octile/bench/step")),
     "h200_tensor_core": ("2e7b109", TENSOR_CORE),
     "h200_tensor_core_40": ("cfa4865b", TENSOR_CORE),  # the commit that added it
     "h200_tests": ("55beaf5", (*LAYERS, "octile/optim", "tests/gpu", "tests/optim")),
-    "h200_torchao_experts": (None, (*LAYERS, "octile/integrations", "octile/bench/transformers.py")),
     "h200_train": (None, (*TRAIN, "octile/bench/train")),
     "h200_transformers": (None, (*LAYERS, "octile/integrations", "octile/bench/transformers.py")),
     "h200_vllm": (None, SERVE),
@@ -62,11 +64,8 @@ RECORDS: dict[str, tuple[str | None, tuple[str, ...]]] = {  # commit (None: in t
     "serve": (None, SERVE),
     "step": (None, (*TRAIN, "octile/bench/step")),
 }  # fmt: skip
-BOTH_CHIPS = ("attention", "casts", "gemm", "serve", "step", "train", "transformers", "vllm")
+BOTH_CHIPS = ("attention", "casts", "gemm", "serve", "sparse", "step", "train", "transformers", "vllm")
 RECORDS |= {f"h100_{name}": RECORDS[f"h200_{name}"] for name in BOTH_CHIPS}
-RECORDS["h100_sparse"] = (
-    None, ("octile/kernels/cuda/attention", "octile/ops/sparse_attention.py", "octile/bench/sparse.py")
-)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -252,7 +252,7 @@ def converted() -> Rows:
 
 def torchao_experts() -> Rows:
     """Converted experts beside torchao's prototype."""
-    return _converted(record("h200_torchao_experts"), [*TRANSFORMERS][1:], [BF16, "octile, compiled", TORCHAO_EXPERTS])
+    return _converted(record("h200_transformers"), [*TRANSFORMERS][1:], [BF16, "octile, compiled", TORCHAO_EXPERTS])
 
 
 def trainers() -> Rows:

@@ -176,10 +176,10 @@ SMALL_WITHOUT_MTP, MEDIUM_WITHOUT_MTP = (
 )
 TRAIN, RANKS, PLAN = "benchmarks/results/h200_train.json", "benchmarks/history/ranks", "benchmarks/history/plan"
 MEASURED = (
-    MeasuredRun("small", 1, "", SMALL, 32, 32, 1024, 1, 39.40, TRAIN, 8.54, PLAN, 9.721),
-    MeasuredRun("medium", 1, "", MEDIUM, 32, 8, 4096, 1, 939.8, TRAIN, 51.72, PLAN, 62.79),
-    MeasuredRun("small", 1, " without MTP", SMALL_WITHOUT_MTP, 32, 32, 1024, 1, 31.53, TRAIN, reserved=8.021),
-    MeasuredRun("medium", 1, " without MTP", MEDIUM_WITHOUT_MTP, 32, 8, 4096, 1, 759.1, TRAIN, reserved=53.71),
+    MeasuredRun("small", 1, "", SMALL, 32, 32, 1024, 1, 38.55, TRAIN, 8.54, PLAN, 9.678),
+    MeasuredRun("medium", 1, "", MEDIUM, 32, 8, 4096, 1, 907.4, TRAIN, 51.72, PLAN, 64.06),
+    MeasuredRun("small", 1, " without MTP", SMALL_WITHOUT_MTP, 32, 32, 1024, 1, 31.07, TRAIN, reserved=8.021),
+    MeasuredRun("medium", 1, " without MTP", MEDIUM_WITHOUT_MTP, 32, 8, 4096, 1, 732.2, TRAIN, reserved=51.30),
     MeasuredRun("2 layers of DeepSeek-V3 with 16 experts", 1, "", V3_LAYERS, 4, 1, 4096, 1, 209.9, PLAN),
     MeasuredRun("medium", 2, ", the same tokens per GPU", MEDIUM, 64, 8, 4096, 1, 963.5, RANKS, 46.7),
     MeasuredRun("medium", 2, ", the same batch", MEDIUM, 32, 4, 4096, 1, 523.8, RANKS, 35.8),
