@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 Bounds = list[tuple[int, int]]  # (begin, end) of each part
 
@@ -21,35 +21,23 @@ Bounds = list[tuple[int, int]]  # (begin, end) of each part
 def divide(costs: tuple[float, ...], n: int) -> Bounds:
     """Divide a sequence of costs into n parts that are not empty, so that the largest sum is as small as possible.
 
-    No cost is negative. Among such divisions the one with the smallest sum of squares is taken, which spares the
-    other parts.
+    n is at most the number of costs, of which none is negative. Among such divisions the one with the smallest sum of
+    squares is taken, which spares the other parts.
 
     Returns:
         The (begin, end) of each part.
     """
     sums = _sums(costs)
-    limit = _smallest_limit(sums, n)
-    best: dict[int, tuple[int, Bounds]] = {0: (0, [])}  # by where the parts so far end
-    for parts_left in range(n - 1, -1, -1):
-        longer: dict[int, tuple[int, Bounds]] = {}
-        for end in range(1, len(costs) - parts_left + 1) if parts_left else (len(costs),):
-            found = [
-                (squares + (sums[end] - sums[begin]) ** 2, [*parts, (begin, end)])
-                for begin, (squares, parts) in best.items()
-                if begin < end and sums[end] - sums[begin] <= limit
-            ]
-            if found:
-                longer[end] = min(found)
-        best = longer
-    return best[len(costs)][1]
+    limit, _ = _divide(sums, n, sums[-1], max)
+    return _divide(sums, n, limit, lambda squares, part: squares + part**2)[1]
 
 
 @lru_cache
 def fold(costs: tuple[float, ...], n: int) -> Bounds:
-    """Divide a sequence into 2n parts that are not empty, so that the largest cost of part r and part 2n−1−r is small.
+    """Divide a sequence into 2n parts that are not empty, so that parts r and 2n−1−r together cost little.
 
-    No cost is negative. Among divisions with the smallest such cost the one with the smallest sum of squares over the
-    parts is taken.
+    2n is at most the number of costs, of which none is negative. The largest cost of two such parts is as small as
+    possible, and then the sum of squares over all parts.
 
     Returns:
         The (begin, end) of each part.
@@ -59,6 +47,30 @@ def fold(costs: tuple[float, ...], n: int) -> Bounds:
     reached = max(map(sum, zip(parts[:n], reversed(parts[n:]), strict=True)))
     limit, _ = _fold(sums, n, reached, lambda largest, front, back: max(largest, front + back))
     return _fold(sums, n, limit, lambda squares, front, back: squares + front**2 + back**2)[1]
+
+
+def _divide(sums: list[int], n: int, limit: int, add: Callable[[int, int], int]) -> tuple[int, Bounds]:
+    """Return the smallest score of a division in which no part costs more than a limit, and its parts.
+
+    Args:
+        sums: as from `_sums`.
+        n, limit: how many parts there are, and the limit; some division must reach it.
+        add: the score of parts and one more, from the score of these and its cost.
+    """
+    total = len(sums) - 1
+    best: dict[int, tuple[int, Bounds]] = {0: (0, [])}  # by where the parts so far end
+    for left in range(n - 1, -1, -1):
+        longer: dict[int, tuple[int, Bounds]] = {}
+        for end in range(1, total - left + 1) if left else (total,):
+            found = [
+                (add(score, sums[end] - sums[begin]), [*parts, (begin, end)])
+                for begin, (score, parts) in best.items()
+                if begin < end and sums[end] - sums[begin] <= limit
+            ]
+            if found:
+                longer[end] = min(found)
+        best = longer
+    return best[total]
 
 
 def _fold(sums: list[int], n: int, limit: int, add: Callable[[int, int, int], int]) -> tuple[int, Bounds]:
@@ -95,24 +107,3 @@ def _sums(costs: tuple[float, ...]) -> list[int]:
     ratios = [float(cost).as_integer_ratio() for cost in costs]
     unit = max(denominator for _, denominator in ratios)  # all are powers of two
     return [0, *accumulate(numerator * (unit // denominator) for numerator, denominator in ratios)]
-
-
-def _smallest_limit(sums: list[int], n: int) -> int:
-    """Return the smallest limit that n parts of a sequence can keep."""
-    low, high = max(end - begin for begin, end in pairwise(sums)), sums[-1]
-    while low < high:
-        middle = (low + high) // 2
-        if _parts_within(sums, middle) <= n:
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
-def _parts_within(sums: list[int], limit: int) -> int:
-    """Return how many parts there are if each ends as late as a limit allows, which no cost exceeds."""
-    parts, begin = 1, 0
-    for index in range(1, len(sums)):
-        if sums[index] - sums[begin] > limit:
-            parts, begin = parts + 1, index - 1
-    return parts

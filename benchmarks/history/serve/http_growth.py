@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from tests.serve.http.mixed_load import Asked
 
 # torch is imported late, where it is needed: the HTTP process imports this module, and has no torch
-CLIENTS, STEP_SECONDS, EVERY, MOST_TOKENS, OK = 64, 0.004, 30.0, 20, 200
+CLIENTS, STEP_SECONDS, EVERY, MAX_TOKENS, OK = 64, 0.004, 30.0, 20, 200
 FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 FOLDER = "HTTP_GROWTH"  # the variable of the environment with the folder for what is found
 HTTP, ENGINE = "HTTP process", "engine"
@@ -180,7 +180,7 @@ def short_requests() -> Iterator[Asked]:
     from tools.long_load import drawn_requests
 
     for asked in drawn_requests():
-        yield replace(asked, body={**asked.body, "max_tokens": min(asked.body["max_tokens"], MOST_TOKENS)})
+        yield replace(asked, body={**asked.body, "max_tokens": min(asked.body["max_tokens"], MAX_TOKENS)})
 
 
 def send(url: str, seconds: float, folder: Path) -> None:

@@ -27,7 +27,7 @@ from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from octile.serve.http.reasoning import Thought, ends_inside, thought_after
-from octile.tokenizer import Tokenizer, keep_no_words, token_text
+from octile.tokenizer import Tokenizer, disable_word_cache, token_text
 from octile.validation import read_text
 
 PLAIN = """\
@@ -155,9 +155,9 @@ class ChatTemplate:
             return cls(tokenizer, *_in_config(tokenizer.config))
         return cls(tokenizer, read_text(file))
 
-    def keep_no_words(self) -> None:
-        """Keep no words of prompts; see `octile.tokenizer.keep_no_words`."""
-        keep_no_words(self._backend)
+    def disable_word_cache(self) -> None:
+        """Disable the cache of encoded words; see `octile.tokenizer.disable_word_cache`."""
+        disable_word_cache(self._backend)
 
     def prompt(
         self,

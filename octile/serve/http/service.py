@@ -52,7 +52,7 @@ from octile.serve.http.tools.parser import CallFormat, ToolParser
 from octile.serve.process.client import EngineClient, EngineError, Stream
 from octile.serve.process.messages import UpdateWeights, WeightsRefused, WeightsUpdated
 from octile.text import format_count
-from octile.tokenizer import Tokenizer, keep_no_words
+from octile.tokenizer import Tokenizer, disable_word_cache
 from octile.validation import quoted
 
 B = TypeVar("B", bound=SampledBody)
@@ -138,8 +138,8 @@ class Service:
         self.engine, engine.observer = engine, self.metrics
         self.chat, self.limits, self.model, self.created = chat, limits, model, int(time.time())
         self.tokenizer, self.context = tokenizer, context
-        keep_no_words(tokenizer.backend)  # each of up to 32 threads would
-        chat.keep_no_words()
+        disable_word_cache(tokenizer.backend)  # each of up to 32 threads has one of its own
+        chat.disable_word_cache()
         self._parsers = parsers
         self._defaults, self._factory = defaults or {}, RequestFactory(vocab_size, context)
         compiler = GrammarCompiler(tokenizer, vocab_size, [tokenizer.end])  # to refuse what it cannot compile

@@ -81,7 +81,7 @@ def test_they_need_a_key_where_completions_do(serve, path):
 
 @pytest.mark.skipif(not hasattr(LIBC, "mallinfo2"), reason="needs glibc 2.33")
 @pytest.mark.parametrize("is_chat", [False, True])
-def test_the_words_of_texts_are_not_kept(served, is_chat):
+def test_the_words_of_texts_are_not_cached(served, is_chat):
     LIBC.mallinfo2.restype, drawn, used = MallocInfo, random.Random(0), list[int]()
     for _ in range(4):
         text = " ".join("".join(drawn.choices("abcdefgh", k=250)) for _ in range(500))
