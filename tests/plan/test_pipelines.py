@@ -76,9 +76,9 @@ def read_phase(ranks: list[dict[str, str]]) -> Phase:
     given = ranks[0]["layers"]
     layers = None if given is None else [*accumulate(map(int, given.split(",")), initial=0)]
     plan = plan_step(config.model, layout, cluster, layers and [range(begin, end) for begin, end in pairwise(layers)])
-    if pp == 2:  # octile train divides by the times of an H200; today as well as then
+    if pp == 2:  # octile train divides by the times of an H200
         of_trainer = stage_layers(config.model, layout, replace(read_cluster("h200_8"), gpus=2))
-        assert plan_step(config.model, layout, cluster, of_trainer).seconds == pytest.approx(plan.seconds, rel=5e-3)
+        assert [len(own) for own in of_trainer] == [int(n) for n in given.split(",")]
     schedule = layout.make_schedule(cluster)
     planned = [
         sum(memory_of_rank(config.model, layout, cluster, schedule, plan.stages, rank).values()) / 2**30

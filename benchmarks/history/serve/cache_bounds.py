@@ -19,14 +19,15 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel
 
-from benchmarks.history.serve.http_growth import LIBC, letters, small_objects
+from benchmarks.history.serve.http_growth import small_objects
 from octile.bench.serve.peer.random_folder import letter_tokenizer
 from octile.serve.engine.grammar import GrammarCompiler, json_schema
 from octile.tokenizer import Tokenizer
+from tests.malloc_info import malloc_info
+from tests.serve.http.mixed_load import LETTERS
 from tests.serve.http.templates import with_tokens
 from tests.serve.http.trip import STRICT
-
-VOCABULARY = 8192
+from tools.long_load import VOCABULARY
 
 
 class Texts(BaseModel):
@@ -35,10 +36,15 @@ class Texts(BaseModel):
     texts: list[str]
 
 
+def letters(drawn: random.Random, n: int) -> str:
+    """A word of so many letters."""
+    return "".join(drawn.choices(LETTERS, k=n))
+
+
 def used() -> int:
     """Bytes in use, of malloc and of Python's allocator of small objects."""
     gc.collect()
-    info = LIBC.mallinfo2()
+    info = malloc_info()
     return info.uordblks + info.hblkhd + 1024 * small_objects()[1]
 
 
@@ -149,7 +155,7 @@ def show_times(drawn: random.Random) -> None:
     took = dict[int, list[float]]()
 
     def encode(size: int) -> None:
-        keep_words(tokenizer, size)
+        resize_word_cache(tokenizer, size)
         for prompt in prompts[:200]:  # the cache fills
             tokenizer.encode(prompt)
         begin = time.perf_counter()
@@ -165,10 +171,10 @@ def show_times(drawn: random.Random) -> None:
     n_tokens = sum(len(tokenizer.encode(prompt)) for prompt in prompts[200:]) / 200
     for size, times in took.items():
         cells = f"{statistics.median(times):.2f} ms a prompt of {n_tokens:.0f} tokens, {min(times):.2f} at best"
-        print(f"{size:,} words kept: {cells}")
+        print(f"{size:,} words cached: {cells}")
 
 
-def keep_words(tokenizer: Tokenizer, size: int) -> None:
+def resize_word_cache(tokenizer: Tokenizer, size: int) -> None:
     tokenizer.backend.model._resize_cache(size)
 
 

@@ -6,19 +6,17 @@
 The process is the one of `octile serve`. The clients are another one, 64 at a time, each request with a connection of
 its own: those of tools/measure_long_load.py, with answers of 20 tokens at most. A probe in a thread of the HTTP
 process, and with `served` of the engine's, too, looks every 30 seconds. In the end no request runs, and it has garbage
-collected and malloc give back what it can. Sizes are KiB: resident (all, and without files), what malloc holds in use
+collected and malloc release what it can. Sizes are KiB: resident (all, and without files), what malloc holds in use
 and free, what Python's allocator of small objects has and has in use; then objects that garbage collections visit.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import json
 import multiprocessing
 import os
-import random
 import re
 import signal
 import sys
@@ -36,25 +34,15 @@ import httpx
 from octile.serve.http import worker
 from octile.serve.http.address import bind, url_of
 from octile.serve.http.config import HttpConfig, Limits, Parsers
+from tests.malloc_info import LIBC, malloc_info
 
 if TYPE_CHECKING:
     from tests.serve.http.mixed_load import Asked
 
 # torch is imported late, where it is needed: the HTTP process imports this module, and has no torch
 CLIENTS, STEP_SECONDS, EVERY, MAX_TOKENS, OK = 64, 0.004, 30.0, 20, 200
-FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 FOLDER = "HTTP_GROWTH"  # the variable of the environment with the folder for what is found
 HTTP, ENGINE = "HTTP process", "engine"
-
-
-class Info(ctypes.Structure):
-    """The structure of mallinfo2."""
-
-    _fields_ = [(name, ctypes.c_size_t) for name in FIELDS]
-
-
-LIBC = ctypes.CDLL("libc.so.6")
-LIBC.mallinfo2.restype = Info
 
 
 def small_objects() -> tuple[int, int]:
@@ -77,7 +65,7 @@ def small_objects() -> tuple[int, int]:
 def memory() -> dict[str, int]:
     """The memory of this process, in KiB."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    info, (arenas, used) = LIBC.mallinfo2(), small_objects()
+    info, (arenas, used) = malloc_info(), small_objects()
     return {
         "resident": int(fields["VmRSS"].split()[0]),
         "anonymous": int(fields["RssAnon"].split()[0]),
@@ -94,7 +82,7 @@ def objects() -> Counter[str]:
 
 
 def probe(folder: Path, name: str) -> None:
-    """Write the memory every so many seconds, and in the end what can be given back."""
+    """Write the memory every so many seconds, and in the end what can be released."""
     begin, n, file = time.perf_counter(), 0, folder / f"{name}.jsonl"
 
     def write(what: str, **others: Any) -> None:
@@ -186,11 +174,6 @@ def short_requests() -> Iterator[Asked]:
 def send(url: str, seconds: float, folder: Path) -> None:
     """Send requests for so long."""
     asyncio.run(Clients(url).run(seconds, folder))
-
-
-def letters(drawn: random.Random, n: int) -> str:
-    """A word of so many letters."""
-    return "".join(drawn.choices("abcdefghijklmnopqrstuvwxyz", k=n))
 
 
 def is_open(url: str) -> bool:

@@ -7,7 +7,6 @@ tools/measure_long_load.py, are another one.
 """
 
 import asyncio
-import ctypes
 import gc
 import multiprocessing
 import os
@@ -19,19 +18,13 @@ from octile.bench.serve.peer.random_folder import letter_tokenizer
 from octile.serve.engine.request import Request
 from octile.serve.http.config import Limits, Parsers
 from octile.serve.process.signals import freeze_loaded
+from tests.malloc_info import malloc_info
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.http.conftest import Served
 from tests.serve.http.templates import V31, with_tokens
 from tools.long_load import Load, drawn_requests
 
 CLIENTS, VOCABULARY, STEP_SECONDS, EVERY = 64, 8192, 0.006, 10.0
-FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
-
-
-class Info(ctypes.Structure):
-    """The structure of mallinfo2."""
-
-    _fields_ = [(name, ctypes.c_size_t) for name in FIELDS]
 
 
 class Repeating(FakeEngine):
@@ -49,8 +42,6 @@ def send(url: str, seconds: float) -> None:
 
 def main() -> None:
     seconds = float(sys.argv[1])
-    mallinfo = ctypes.CDLL("libc.so.6").mallinfo2
-    mallinfo.restype = Info
     engine = Repeating(with_tokens(letter_tokenizer(VOCABULARY)), STEP_SECONDS)
     served = Served(engine, Limits(), (), V31, parsers=Parsers("deepseek_r1", "deepseek_v31"))
     freeze_loaded()
@@ -68,7 +59,7 @@ def main() -> None:
     first = time.perf_counter()
     while clients.is_alive():
         clients.join(EVERY)
-        found = mallinfo()
+        found = malloc_info()
         print(
             f"{time.perf_counter() - first:.0f} s: in use {found.uordblks >> 20} MiB, free {found.fordblks >> 20} MiB, "
             f"{engine.added:,} answers, {len(collected)} collections of all objects, at most "

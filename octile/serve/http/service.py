@@ -107,7 +107,7 @@ class Service:
 
     Args:
         engine: the engine of the model; from now on only this object may use it.
-        tokenizer: the tokenizer of the model.
+        tokenizer: the tokenizer of the model. Its cache of encoded words is disabled, as is that of the template.
         vocab_size: tokens of the model.
         context: positions that a prompt and its new tokens may have together.
         chat: the chat template.

@@ -1,24 +1,15 @@
 """/tokenize and /detokenize: the tokens that a completion or a chat would read, and the text of tokens."""
 
-import ctypes
 import random
 
 import httpx
 import pytest
 
+from tests.malloc_info import HAS_MALLOC_INFO, malloc_info
+
 pytest.importorskip("fastapi", reason="octile[serve] is not installed")
 
 MESSAGES = [{"role": "user", "content": "Why?"}]
-
-LIBC = ctypes.CDLL(None)
-
-
-class MallocInfo(ctypes.Structure):
-    """The structure of glibc's mallinfo2."""
-
-    _fields_ = [(f"field_{i}", ctypes.c_size_t) for i in range(7)] + [
-        (name, ctypes.c_size_t) for name in ("uordblks", "fordblks", "keepcost")
-    ]
 
 
 def post(served, path, headers=None, **body):
@@ -79,13 +70,13 @@ def test_they_need_a_key_where_completions_do(serve, path):
     assert post(served, path, {"Authorization": "Bearer secret"}, **body).status_code == 200
 
 
-@pytest.mark.skipif(not hasattr(LIBC, "mallinfo2"), reason="needs glibc 2.33")
+@pytest.mark.skipif(not HAS_MALLOC_INFO, reason="needs glibc 2.33")
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_the_words_of_texts_are_not_cached(served, is_chat):
-    LIBC.mallinfo2.restype, drawn, used = MallocInfo, random.Random(0), list[int]()
+    drawn, used = random.Random(0), list[int]()
     for _ in range(4):
         text = " ".join("".join(drawn.choices("abcdefgh", k=250)) for _ in range(500))
         body = {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
         assert post(served, "tokenize", **body).status_code == 200
-        used.append(LIBC.mallinfo2().uordblks)
+        used.append(malloc_info().uordblks)
     assert used[-1] - used[0] < 4 * 2**20  # a cache of words takes 12 MiB for 1,500 of them
