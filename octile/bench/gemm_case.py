@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octile.bench.shapes import MASKED_ROWS, Case
+from octile.bench.shapes import ALIGNMENT, MASKED_ROWS, Case
 from octile.ops.grouped import grouped_matmul_nt_out, grouped_wgrad_out, masked_grouped_matmul_nt_out
 from octile.ops.matmul import matmul_nt_out
 from octile.scaled import ScaledTensor, quantize
@@ -49,7 +49,7 @@ class PreparedCase:
         if self.case.kind == "dense":
             return lambda: matmul_nt_out(out, *a, *b, add) or out
         if self.case.kind == "grouped":
-            return lambda: grouped_matmul_nt_out(out, *a, *b, sizes) or out
+            return lambda: grouped_matmul_nt_out(out, *a, *b, sizes, ALIGNMENT) or out
         if self.case.kind == "masked":
             return lambda: masked_grouped_matmul_nt_out(out, *a, *b, sizes, self.case.expected_rows) or out
         dy, x = _flat(self.a.mT), _flat(self.b.mT)

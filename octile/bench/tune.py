@@ -23,7 +23,7 @@ from torch import Tensor
 from octile.bench import shapes
 from octile.bench.gemm_case import MAX_DIFFERENCE, PreparedCase, prepare_case
 from octile.bench.kernel_time import wait_for_gpu, work_seconds
-from octile.bench.shapes import Case
+from octile.bench.shapes import ALIGNMENT, Case
 from octile.bench.subprocess_call import call_in_subprocess
 from octile.kernels.cuda.gemm import num_sms, tuned
 from octile.kernels.cuda.gemm.candidates import candidates, other_rasterization
@@ -134,6 +134,7 @@ def problem(case: Case) -> Problem:
         out_float=case.accumulate,
         accumulate=case.accumulate,
         transposable=kind == "dense" and not case.tiles,
+        alignment=ALIGNMENT if kind == "grouped" else 1,
     )
 
 
@@ -149,6 +150,7 @@ def request(s: PreparedCase) -> GemmRequest:
         s.sizes,
         s.case.accumulate,
         expected_rows=s.case.expected_rows if s.case.kind == "masked" else 0,
+        alignment=ALIGNMENT if s.case.kind == "grouped" else 1,
     )
 
 

@@ -78,10 +78,17 @@ def grouped_matmul_nt_out(
     b_scale: Tensor,
     b_block: Block,
     offs: Tensor,
+    alignment: int = 1,
 ) -> None:
     """Write the result of `grouped_matmul_nt` to out [T, N], contiguous, bfloat16 or float32.
 
     Rows after the last group are not written.
+
+    Args:
+        out: the output.
+        a, a_scale, a_block, b, b_scale, b_block, offs: as in `grouped_matmul_nt`.
+        alignment: number that the sizes of groups are multiples of, by which a GPU kernel is chosen. A result does not
+            depend on it.
     """
     check_request(_grouped_request_out(out, a, a_scale, a_block, b, b_scale, b_block, offs))
     is_after = (torch.arange(a.shape[0], device=a.device) >= (offs[-1] if offs.numel() else 0))[:, None]
@@ -89,14 +96,14 @@ def grouped_matmul_nt_out(
 
 
 @grouped_matmul_nt_out.register_fake
-def _(out, a, a_scale, a_block, b, b_scale, b_block, offs):
+def _(out, a, a_scale, a_block, b, b_scale, b_block, offs, alignment=1):
     return None
 
 
 @gemm_kernel(grouped_matmul_nt_out)
-def _grouped_request_out(out, a, a_scale, a_block, b, b_scale, b_block, offs):
+def _grouped_request_out(out, a, a_scale, a_block, b, b_scale, b_block, offs, alignment=1):
     left, right = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
-    return GemmRequest(Schedule.GROUPED, left, right, out.dtype, out, offs, zero_rest=False)
+    return GemmRequest(Schedule.GROUPED, left, right, out.dtype, out, offs, zero_rest=False, alignment=alignment)
 
 
 @operator()

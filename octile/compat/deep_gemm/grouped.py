@@ -59,7 +59,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     if m == 0 or groups == 0:
         return
     offs = offsets(grouped_layout, m, groups, use_psum_layout)
-    grouped_matmul_nt_out(d, *left, *right, offs)
+    grouped_matmul_nt_out(d, *left, *right, offs, get_mk_alignment_for_contiguous_layout())
     if use_psum_layout and ensure_zero_padding:
         d.masked_fill_(padding(grouped_layout, m)[:, None], 0)
 

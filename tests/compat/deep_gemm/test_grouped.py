@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import octile.compat.deep_gemm as deep_gemm
+from octile.compat.deep_gemm import grouped
 from tests.compat.deep_gemm.conftest import assert_gemm, blocks_128, random, tiles, values
 
 N, K, ALIGNMENT = 40, 200, 16
@@ -105,6 +106,14 @@ def test_rows_past_the_last_tile_are_not_written(psum):
     layout = ends([10, 5]) if psum else indices([10, 5], 100)
     deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, d, layout, use_psum_layout=psum)
     assert (d[2 * ALIGNMENT :] == 7).all()
+
+
+def test_the_kernel_is_chosen_by_the_alignment(monkeypatch):
+    found = []
+    monkeypatch.setattr(grouped, "grouped_matmul_nt_out", lambda *arguments: found.append(arguments[-1]))
+    d, layout = torch.empty(32, N, dtype=torch.bfloat16), indices([32], 32)
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(tiles(32, K), blocks_128(1, N, K), d, layout)
+    assert found == [ALIGNMENT]
 
 
 def test_b_may_be_given_transposed():

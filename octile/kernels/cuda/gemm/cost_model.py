@@ -13,10 +13,11 @@ So large tiles load least, several small ones fill the last round of SMs better,
 the weights from all SMs at once. Rates of memory are proportional to the GPU's bandwidth: it decides how C is added to.
 The constants rank kernels and are no forecast: a GEMM of few rows is estimated a fifth too long. They were chosen on
 timings of 801 GEMMs on H200s and H100s, each with up to 36 kernels (benchmarks/history/cost-model and gemm-drawn). The
-kernels that they choose are 1.7% slower than the best measured ones, at worst 22%. The order of tiles is not estimated,
+kernels that they choose are 1.6% slower than the best measured ones, at worst 22%. The order of tiles is not estimated,
 but follows a rule (`candidates`).
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from octile.kernels.cuda.gemm.config import BLOCK_K, GemmConfig, Scales, Schedule, Store
@@ -79,6 +80,7 @@ class Problem:
         k: the contracted dimension; of all groups together where groups are along K.
         transposable: the result may be computed as b · aᵀ.
         row_invariant: K is not split, and a result is rounded before it is added (`GemmRequest`).
+        alignment: number that the sizes of groups are multiples of, in a grouped GEMM.
 
     All other attributes are as in `GemmConfig`.
     """
@@ -99,6 +101,7 @@ class Problem:
     a_e5m2: bool = False
     b_e5m2: bool = False
     row_invariant: bool = False
+    alignment: int = 1
 
 
 def rounded(p: Problem) -> Problem:
@@ -176,20 +179,17 @@ def cycles(p: Problem, c: GemmConfig, chip: Chip) -> float:
 
 
 def num_tiles(p: Problem, c: GemmConfig) -> int:
-    """Return the number of output tiles, in whole clusters."""
+    """Return the number of output tiles, in whole clusters; of groups of unknown sizes, the number to be expected."""
     along_n = -(-p.n // c.cluster_tile_n)
     if p.schedule is Schedule.GROUPED:
-        along_m = max(p.groups, 1) * -(-rows_per_group(p) // c.cluster_tile_m)
+        groups = max(p.groups, 1)
+        unused_rows = (c.cluster_tile_m - math.gcd(c.cluster_tile_m, p.alignment)) / 2  # of a group's last tile
+        along_m = max(math.ceil((p.m + groups * unused_rows) / c.cluster_tile_m), groups)
     elif p.schedule is Schedule.DENSE:
         along_m = -(-p.m // c.cluster_tile_m)
     else:
         along_m = p.groups * -(-p.m // c.cluster_tile_m)
     return along_m * along_n * c.cluster_size
-
-
-def rows_per_group(p: Problem) -> int:
-    """Return the mean rows of a group, rounded up."""
-    return max(-(-p.m // max(p.groups, 1)), 1)
 
 
 def _slowdown(c: GemmConfig) -> float:

@@ -151,8 +151,8 @@ def _options(request: GemmRequest) -> tuple[Hashable, ...]:
     """Return what decides on a launch besides the tensors."""
     return (
         request.schedule, request.out_dtype, request.accumulate, request.promote, request.zero_rest,
-        request.expected_rows, request.row_invariant, tuple(request.a.block), tuple(request.b.block), num_sms.limit,
-        num_sms.left_free, overlaps(), loads_others_early(),
+        request.expected_rows, request.alignment, request.row_invariant, tuple(request.a.block),
+        tuple(request.b.block), num_sms.limit, num_sms.left_free, overlaps(), loads_others_early(),
     )  # fmt: skip
 
 

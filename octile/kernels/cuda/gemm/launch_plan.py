@@ -129,6 +129,7 @@ def problem(request: GemmRequest) -> Problem:
         a_e5m2=a.dtype == torch.float8_e5m2,
         b_e5m2=b.dtype == torch.float8_e5m2,
         row_invariant=request.row_invariant,
+        alignment=request.alignment,
     )
 
 

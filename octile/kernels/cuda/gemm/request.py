@@ -53,6 +53,7 @@ class GemmRequest:
         promote: the accumulator is promoted every 128 along K; False needs one scale an operand.
         zero_rest: rows after the last group are set to zero; otherwise they are not written.
         expected_rows: rows that are used of a masked group, which helps to choose a kernel; 0: not known.
+        alignment: number that the sizes of groups of rows are multiples of, which helps to choose a kernel.
         row_invariant: a row is summed in the same order for any M, so that a dense GEMM does not split K, and a result
             is rounded before it is added to out.
     """
@@ -67,6 +68,7 @@ class GemmRequest:
     promote: bool = True
     zero_rest: bool = True
     expected_rows: int = 0
+    alignment: int = 1
     row_invariant: bool = False
 
     def tensors(self) -> list[Tensor]:

@@ -206,6 +206,7 @@ CHANGES = {
     "promote": {"promote": False},
     "rows past the groups": {"zero_rest": False},
     "expected rows": {"expected_rows": 16},
+    "alignment of groups": {"alignment": 128},
     "rows that do not depend on each other": {"row_invariant": True},
     "dtype of the result": {"out_dtype": torch.float32},
     "groups": {"sizes": torch.zeros(3, dtype=torch.int32)},
