@@ -32,8 +32,8 @@ class TextStream:
         self._skipped = tokenizer.special_tokens if skip_special_tokens else frozenset[int]()
         self._bytes = tokenizer.token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._tokens: list[int] = []  # where the tokenizer has to decode them all
-        self._n_decoded = 0
+        self._tokens: list[int] = []  # where the tokenizer has to decode: those of the last piece, and those after it
+        self._n_before = 0  # those of the last piece, which the decoder may read for the next
         self._withheld = ""  # may be the beginning of a stop string
         self.is_stopped = False
         self.stopped_by: str | None = None
@@ -48,21 +48,24 @@ class TextStream:
             return self._release(new, may_stop)
         self._tokens.append(token)
         text = self._tokenizer.decode(self._tokens)
-        return "" if text.endswith(INCOMPLETE) else self._release(self._beyond(text), may_stop)
+        return "" if text.endswith(INCOMPLETE) else self._release(self._beyond_last(text), may_stop)
 
     def end(self) -> str:
         """Return the rest of the text. Bytes that are no character become the replacement character."""
         if self._bytes is not None:
             rest = self._decoder.decode(b"", final=True)
         else:
-            rest = self._beyond(self._tokenizer.decode(self._tokens))
+            rest = self._beyond_last(self._tokenizer.decode(self._tokens))
         text = self._release(rest, may_stop=True) + self._withheld
         self._withheld = ""
         return text
 
-    def _beyond(self, text: str) -> str:
-        new = text[self._n_decoded :]
-        self._n_decoded = len(text)
+    def _beyond_last(self, text: str) -> str:
+        """Return what `text`, that of all `_tokens`, adds to the last piece."""
+        new = text[len(self._tokenizer.decode(self._tokens[: self._n_before])) :]
+        if new:
+            del self._tokens[: self._n_before]
+            self._n_before = len(self._tokens)
         return new
 
     def _release(self, new: str, may_stop: bool) -> str:
@@ -77,11 +80,11 @@ class TextStream:
             end, self.stopped_by = min(found)
             self.is_stopped, self._withheld = True, ""
             return text[:end]
-        n = max(_overlap(text, stop) for stop in self._stop)
+        n = max(overlap(text, stop) for stop in self._stop)
         self._withheld = text[len(text) - n :]
         return text[: len(text) - n]
 
 
-def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of the text with which the stop string begins, but is not complete."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+def overlap(text: str, searched: str) -> int:
+    """Return the length of the longest end of a text with which the searched string begins, but is not complete."""
+    return next((n for n in range(min(len(searched) - 1, len(text)), 0, -1) if text.endswith(searched[:n])), 0)

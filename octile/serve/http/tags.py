@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from octile.serve.engine.text import overlap
+
 
 def split_tag(text: str, tag: str) -> tuple[str, bool, str]:
     """Split a text at a tag.
@@ -17,7 +19,5 @@ def split_tag(text: str, tag: str) -> tuple[str, bool, str]:
     before, found, after = text.partition(tag)
     if found:
         return before, True, after
-    for size in range(min(len(tag) - 1, len(text)), 0, -1):
-        if text.endswith(tag[:size]):
-            return text[:-size], False, text[-size:]
-    return text, False, ""
+    shown = len(text) - overlap(text, tag)
+    return text[:shown], False, text[shown:]

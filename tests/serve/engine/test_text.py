@@ -3,7 +3,8 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
 
 from octile.serve.engine.text import TextStream
 from octile.tokenizer import Tokenizer
@@ -29,6 +30,29 @@ def pieces(tokenizer, tokens, stop=()):
 def test_the_pieces_concatenate_to_the_decoded_tokens(tokenizer, tokens):
     """Tokens from 320 on are those of a model whose vocabulary is larger than the tokenizer's."""
     assert "".join(pieces(tokenizer, tokens)) == tokenizer.decode(tokens)
+
+
+@pytest.fixture(scope="module")
+def sentence_pieces() -> Tokenizer:
+    """A tokenizer whose decoder strips the first space of a text, and makes bytes of tokens such as <0xE2>."""
+    bytes_of_euro = [f"<0x{byte:02X}>" for byte in "\N{EURO SIGN}".encode()]
+    texts = ["<s>", "</s>", *bytes_of_euro, "\u2581", "\u2581a", "b"]
+    backend = Backend(models.WordLevel({text: i for i, text in enumerate(texts)}, "b"))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    return Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"})
+
+
+@given(tokens=st.lists(st.integers(0, 9), max_size=12))
+def test_pieces_concatenate_whatever_the_decoder_reads_before_a_token(sentence_pieces, tokens):
+    assert "".join(pieces(sentence_pieces, tokens)) == sentence_pieces.decode(tokens)
+
+
+def test_a_long_text_is_not_decoded_again_for_each_token(of_kind, monkeypatch):
+    lengths = []
+    decode = of_kind.decode
+    monkeypatch.setattr(of_kind, "decode", lambda tokens: lengths.append(len(tokens)) or decode(tokens))
+    pieces(of_kind, of_kind.encode("a and b. " * 100))
+    assert max(lengths, default=0) <= 2
 
 
 def test_a_character_appears_when_its_last_byte_does(of_kind):
