@@ -88,11 +88,18 @@ class _Pass(NamedTuple):
 
 
 class FirstToken(NamedTuple):
-    """The first token after a prompt, and log-probabilities of it and of the prompt if they were asked for."""
+    """The first token after a prompt, and what else is known of the prompt.
+
+    Attributes:
+        token: the token.
+        logprobs, prompt_logprobs: log-probabilities of it and of the prompt, if they were asked for.
+        cached_tokens: as in `Output`.
+    """
 
     token: int
     logprobs: TokenLogprobs | None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    cached_tokens: int = 0
 
 
 class Engine:
@@ -208,6 +215,7 @@ class Engine:
         if request.id in self._compiling:  # the grammar begins with the first token
             wait([self._compiling[request.id]])
         request.latents, request.prompt_logprobs = latents, [*first.prompt_logprobs]
+        request.n_cached = first.cached_tokens
         self._adopted.append((request, first))
 
     def get(self, request_id: int) -> Request | None:

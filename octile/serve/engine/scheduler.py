@@ -229,8 +229,9 @@ class Scheduler:
         request.n_computed = len(shared) * self.page_size
         if not request.was_admitted:
             self.prompt_tokens += len(request.prompt)
-            request.n_cached = request.n_computed
-            self.shared_tokens += request.n_cached
+            self.shared_tokens += request.n_computed
+            if request.latents is None:  # otherwise the engine that has prefilled it knows
+                request.n_cached = request.n_computed
             request.was_admitted = True
         if request.latents is not None:
             request.latents.write(request.pages, len(shared))

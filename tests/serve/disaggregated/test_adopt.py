@@ -47,7 +47,8 @@ class Apart:
         if output.finish_reason is not None:
             return None
         latents = FilledPages(self.pool.bytes_SQ, self.pool.fill(request.pages[: -(-len(prompt) // 64)]), self.cache)
-        first = FirstToken(output.tokens[0], output.logprobs[0] if output.logprobs else None)
+        logprobs = output.logprobs[0] if output.logprobs else None
+        first = FirstToken(output.tokens[0], logprobs, cached_tokens=output.cached_tokens)
         self.reader.cancel(request.id)
         self.writer.adopt(pickle.loads(pickle.dumps(request)), first, latents)  # as of another process
         return latents
@@ -115,6 +116,20 @@ def test_a_prefix_that_the_engine_has_is_shared(model, tokenizer):
     assert first.is_free
     assert second.is_free
     assert apart.writer.stats().shared_tokens == 128
+
+
+def test_cached_tokens_are_those_of_the_engine_that_prefills(model, tokenizer):
+    apart, prompt = Apart(model, tokenizer), prompt_of(tokenizer, 0, 130)
+    for _ in range(2):
+        apart.hand_over(prompt, Sampling(2, seed=0, ignore_eos=True))
+        first, *_ = apart.writer.step()
+        finish(apart.writer)
+    assert first.cached_tokens == 128
+    other = Apart(model, tokenizer)
+    other.writer, other.cache = apart.writer, apart.cache  # which have the prefix
+    other.hand_over(prompt, Sampling(2, seed=0, ignore_eos=True))
+    first, *_ = other.writer.step()
+    assert first.cached_tokens == 0
 
 
 def test_a_request_that_is_canceled_before_it_runs_releases_its_pages(model, tokenizer):
