@@ -2,19 +2,23 @@
 
     {"<rounded problem, SMs and GPU>": {"config": {…}, "microseconds": 12.3}}
 
-`octile bench tune` writes the file. An entry that is no longer a valid configuration is ignored.
+`octile bench tune` writes the file. An entry that is no longer a valid configuration is ignored. A file that cannot be
+read is not used, which the logger `octile` says, and is renamed when something is stored.
 """
 
 import functools
 import json
-import os
+import logging
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
+from octile.extras import require
 from octile.kernels import disk_cache
 from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule, Store
 from octile.kernels.cuda.gemm.cost_model import Chip, Problem
 
+log = logging.getLogger("octile")
 ENUMS = {"a_scales": Scales, "b_scales": Scales, "schedule": Schedule, "store": Store}
 
 
@@ -24,12 +28,28 @@ def lookup(problem: Problem, chip: Chip) -> GemmConfig | None:
 
 
 def store(problem: Problem, chip: Chip, config: GemmConfig, microseconds: float) -> None:
-    """Store a configuration for a rounded problem, in place of an earlier one."""
-    entries = _read(path()) | {_key(problem, chip): {"config": asdict(config), "microseconds": microseconds}}
+    """Store a configuration for a rounded problem, in place of an earlier one.
+
+    Raises:
+        ImportError: filelock is not installed.
+        OSError: the file cannot be read or written.
+    """
+    require("filelock", extra="cuda")
+    from filelock import FileLock
+
     path().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    partial = path().with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(entries, indent=1, sort_keys=True))
-    partial.replace(path())
+    with FileLock(path().with_suffix(".lock"), mode=0o600):
+        try:
+            entries = _read(path())
+        except ValueError as error:
+            damaged = path().with_suffix(".damaged")
+            path().replace(damaged)
+            log.warning("%s is damaged (%s): it is renamed to %s", path(), error, damaged.name)
+            entries = {}
+        entries[_key(problem, chip)] = {"config": asdict(config), "microseconds": microseconds}
+        partial = path().with_suffix(".partial")
+        partial.write_text(json.dumps(entries, indent=1, sort_keys=True))
+        partial.replace(path())
 
 
 def path() -> Path:
@@ -51,8 +71,13 @@ def _stamp(file: Path) -> int:
 
 @functools.lru_cache(1)
 def _load(file: Path, stamp: int) -> dict[str, GemmConfig]:
+    try:
+        entries = _read(file)
+    except (OSError, ValueError) as error:
+        log.warning("kernels that octile bench tune has measured are not used: %s: %s", file, error)
+        return {}
     found = {}
-    for key, entry in _read(file).items():
+    for key, entry in entries.items():
         try:
             found[key] = _config(entry["config"])
         except (KeyError, TypeError, ValueError):  # written by an earlier version
@@ -67,9 +92,16 @@ def _config(values: dict[str, int | bool]) -> GemmConfig:
     return GemmConfig(**{name: ENUMS[name](value) if name in ENUMS else value for name, value in values.items()})  # type: ignore[arg-type]
 
 
-def _read(file: Path) -> dict[str, dict[str, dict[str, int | bool]]]:
+def _read(file: Path) -> dict[str, Any]:
+    """Return the entries of a file, or none if there is no file.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or is no JSON object.
+    """
     try:
         entries = json.loads(file.read_text())
-    except (OSError, ValueError):
+    except FileNotFoundError:
         return {}
-    return entries if isinstance(entries, dict) else {}
+    if not isinstance(entries, dict):
+        raise ValueError(f"it must be a JSON object, not {type(entries).__name__}")
+    return entries

@@ -183,9 +183,19 @@ def test_a_measured_kernel_comes_first():
     assert choose(problem, H100) != measured
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"x": {"config": {"tile_m": 3}}}', "{"])
-def test_an_invalid_file_of_measured_kernels_is_ignored(text: str):
+@pytest.mark.parametrize("text", ["", "[]", "{"])
+def test_a_damaged_file_of_measured_kernels_is_not_used_and_renamed(text: str, caplog: pytest.LogCaptureFixture):
     tuned.path().write_text(text)
+    problem, measured = Problem(4096, 7168, 2048), GemmConfig(128, 64, 3, staged_boxes=1)
+    assert choose(problem, H200).stages > 1
+    tuned.store(rounded(problem), H200, measured, 12.5)
+    assert choose(problem, H200) == measured
+    assert tuned.path().with_suffix(".damaged").read_text() == text
+    assert ["not used" in message or "it is renamed" in message for message in caplog.messages] == [True, True]
+
+
+def test_an_entry_of_measured_kernels_that_is_no_configuration_is_ignored():
+    tuned.path().write_text('{"x": {"config": {"tile_m": 3}}}')
     assert choose(Problem(4096, 7168, 2048), H200).stages > 1
 
 
