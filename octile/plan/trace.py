@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from octile.checkpoint.files import write_text
 from octile.parallel.schedules import ActionType
 from octile.parallel.schedules.actions import parts
 from octile.plan.step import StepPlan
@@ -28,7 +29,7 @@ def write_trace(path: Path, plan: StepPlan) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"traceEvents": list(trace_events(plan)), "displayTimeUnit": "ms"}
-    path.write_text(json.dumps(content), encoding="utf-8")
+    write_text(path, json.dumps(content))
 
 
 def trace_events(plan: StepPlan) -> Iterator[dict[str, Any]]:
