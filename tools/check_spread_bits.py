@@ -35,7 +35,7 @@ from octile.serve.weights.load import Folder
 from octile.tokenizer import Tokenizer
 from octile.train.config import ParallelConfig, TrainConfig, preset
 from octile.train.trainer import Trainer
-from tools.measure_ranks import random_store
+from tools.random_run import random_store
 
 N_RANKS, STEPS, NEW_TOKENS = 2, 12, 128
 

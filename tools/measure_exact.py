@@ -28,7 +28,7 @@ from octile.bench.serve.random_weights import random_weights
 from octile.serve.runner.model_runner import ModelRunner
 from octile.train.config import TrainConfig, preset
 from octile.train.trainer import Trainer
-from tools.measure_ranks import random_store
+from tools.random_run import random_store
 
 WARM_UP, STEPS = 3, 5
 TRAINED = {"medium": (2048, 64, 4), "small": (2048, 16, 1)}  # positions, texts of a step, micro-batches

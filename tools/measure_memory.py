@@ -22,12 +22,9 @@ from typing import Any
 
 import torch
 
-from octile.models.config import ModelConfig
-from octile.models.deepseek_v3 import DeepseekV3
 from octile.train.config import TrainConfig, preset
-from octile.train.strategy import single as module
 from octile.train.trainer import Trainer
-from tools.measure_ranks import random_store
+from tools.random_run import random_store, weights_drawn_on
 
 GIB = 2**30
 EAGER, REPLAYS = 3, 3  # steps before the capture, and after it
@@ -35,15 +32,11 @@ SHOWN = 25  # lines of a peak
 
 
 def make_trainer(config: TrainConfig) -> Trainer:
-    """The trainer of a run with random tokens, whose initial weights are drawn on the GPU, which takes less time."""
-
-    def made_on_gpu(c: ModelConfig) -> DeepseekV3:
-        with torch.device("cuda"):
-            return DeepseekV3(c)
-
-    module.DeepseekV3 = made_on_gpu  # type: ignore[assignment, misc]
+    """The trainer of a run with random tokens."""
+    device = torch.device("cuda", torch.cuda.current_device())
     store = random_store(config.model.vocab_size, 4 * config.batch_size * config.sequence_length)
-    return Trainer(config, store, torch.device("cuda", torch.cuda.current_device()))
+    with weights_drawn_on(device):
+        return Trainer(config, store, device)
 
 
 def measure(config: TrainConfig, has_lines: bool) -> None:

@@ -58,7 +58,8 @@ from octile.train.strategy.pipelined import PipelinedStrategy
 from octile.train.strategy.rank_mesh import RankMesh
 from octile.train.strategy.single import Strategy
 from octile.train.trainer import Trainer
-from tools.measure_ranks import launch_and_collect, random_store
+from tools.measure_ranks import launch_and_collect
+from tools.random_run import random_store
 
 MICRO_BATCHES, WARM_UP, STEPS = 16, 5, 5
 LAYERS = 4  # at least: one for each stage of DualPipeV; the preset tiny has two

@@ -15,18 +15,14 @@ import os
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
 import torch
 
 from octile.parallel.ranks import Ranks, join, leave
-from octile.tokenizer import Tokenizer
 from octile.train.config import ParallelConfig, TrainConfig, preset
-from octile.train.data.token_store import Manifest, TokenStore
 from octile.train.step.kernel_records import communication, costs, is_communication, kernels_of
-from octile.train.strategy import single as module
 from octile.train.trainer import Trainer
+from tools.random_run import random_store, weights_drawn_on
 
 WARM_UP, STEPS, PROFILED = 5, 5, 3
 PHASES = {  # how many times the preset's batch, and the ranks
@@ -40,14 +36,6 @@ PHASES = {  # how many times the preset's batch, and the ranks
     "ep2_symm": (1, ParallelConfig(2, 2, exchange="symmetric_memory")),
     "ep2_symm_weak": (2, ParallelConfig(2, 2, exchange="symmetric_memory")),
 }
-
-
-def random_store(vocabulary: int, tokens: int) -> TokenStore:
-    rng = np.random.default_rng(0)
-    sizes = tokens, tokens // 8
-    train, val = (np.repeat(rng.integers(0, vocabulary // 2, n // 4 + 1, dtype=np.uint16), 4)[:n] for n in sizes)
-    manifest = Manifest("random", {}, "", vocabulary, {}, {}, {}, {}, {})
-    return TokenStore(Path(), manifest, Tokenizer.train(["probe"], 258), train, val)
 
 
 def launch_and_collect(trainer: Trainer, steps: int) -> list[float]:
@@ -97,23 +85,16 @@ def run(name: str, config: TrainConfig, ranks: Ranks, device: torch.device) -> t
 
 
 def main(what: str, phases: list[str]) -> None:
-    local, begin, make = int(os.environ["LOCAL_RANK"]), time.monotonic(), module.DeepseekV3
+    local, begin = int(os.environ["LOCAL_RANK"]), time.monotonic()
     torch.cuda.set_device(local)
     device = torch.device("cuda", local)
-
-    def made_on_gpu(config):
-        if torch.get_default_device().type == "meta":  # the whole model, of which a rank needs the names
-            return make(config)
-        with device:
-            return make(config)
-
-    module.DeepseekV3 = made_on_gpu
     ranks, base, alone = join(device, 90), preset(what), {}
     for phase in phases:
         name, _, recipe = phase.partition(":")
         times, parallel = PHASES[name]
         config = replace(base, batch_size=times * base.batch_size, parallel=parallel, recipe=recipe or base.recipe)
-        line, speed, losses = run(f"{what} {phase}", config, Ranks.alone() if name == "alone" else ranks, device)
+        with weights_drawn_on(device):
+            line, speed, losses = run(f"{what} {phase}", config, Ranks.alone() if name == "alone" else ranks, device)
         gc.collect()
         torch.cuda.empty_cache()
         line += f"; {torch.cuda.memory_allocated() / 2**30:.2f} GiB stay allocated"

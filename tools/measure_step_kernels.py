@@ -28,16 +28,15 @@ import torch
 from octile.bench.gemm_case import prepare_case
 from octile.bench.shapes import Case
 from octile.bench.timing import seconds
-from octile.models.config import ModelConfig
 from octile.ops.attention import attention, attention_backward
 from octile.parallel.ranks import Ranks
 from octile.plan.published import V3_LAYERS
 from octile.scaled import quantize
 from octile.train.config import TrainConfig, preset
-from octile.train.strategy import single as module
 from octile.train.trainer import Trainer
 from tools.exposed_communication import events_of
-from tools.measure_ranks import launch_and_collect, random_store
+from tools.measure_ranks import launch_and_collect
+from tools.random_run import random_store, weights_drawn_on
 
 FIELDS = "timestamp,clocks.sm,power.draw,clocks_throttle_reasons.sw_power_cap"
 REPEATED, WARM_UP, ROUNDS = 0.5, 4, 3  # seconds, steps, rows of two steps
@@ -157,16 +156,10 @@ def layers_of_v3() -> TrainConfig:
 
 
 def measure_step(name: str, config: TrainConfig, folder: Path, sensors: Sensors) -> dict[str, object]:
-    device, make = torch.device("cuda", 0), module.DeepseekV3
-
-    def made_on_gpu(model: ModelConfig) -> torch.nn.Module:
-        with device:
-            return make(model)
-
-    module.DeepseekV3 = made_on_gpu
+    device = torch.device("cuda", 0)
     store = random_store(config.model.vocab_size, 4 * config.batch_size * config.sequence_length)
-    trainer = Trainer(replace(config, val_sequences=config.batch_size), store, device, ranks=Ranks.alone())
-    module.DeepseekV3 = make
+    with weights_drawn_on(device):
+        trainer = Trainer(replace(config, val_sequences=config.batch_size), store, device, ranks=Ranks.alone())
     for _ in range(WARM_UP):
         trainer.step()
     times, begin = [], time.time()

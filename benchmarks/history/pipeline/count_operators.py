@@ -23,7 +23,7 @@ from octile.train.config import preset
 from octile.train.strategy.make import make_strategy
 from octile.train.trainer import Trainer
 from tools.measure_pipeline import MICRO_BATCHES, both_stages
-from tools.measure_ranks import random_store
+from tools.random_run import random_store
 
 NO_KERNEL = {"_unsafe_view", "empty", "empty_like", "lift_fresh", "new_empty", "new_empty_strided", "empty_strided"}
 WIDTHS = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128}

@@ -18,7 +18,7 @@ from octile.train.config import preset
 from octile.train.step.captured import CapturedStep
 from octile.train.step.compute import Computed
 from octile.train.trainer import AHEAD, Trainer
-from tools.measure_ranks import random_store
+from tools.random_run import random_store
 
 MICRO_BATCHES, LAUNCHES, ROUNDS = 16, 5, 44
 
