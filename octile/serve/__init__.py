@@ -62,19 +62,10 @@ _MODULES = {  # the public names of each module, late: the configurations in thi
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
-# names that scripts may still have
-_FORMER = {
-    "Load": "Stress",
-    "SpreadEngine": "ExpertParallelEngine",
-    "SpreadExperts": "ExpertParallelWeights",
-    "load_test": "stress_test",
-}
-
 __all__ = [*sorted(_MODULE_OF)]
 
 
 def __getattr__(name: str) -> object:
-    name = _FORMER.get(name, name)
     if name in _MODULE_OF:
         return getattr(import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module 'octile.serve' has no attribute {name!r}")

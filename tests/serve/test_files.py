@@ -26,8 +26,3 @@ def test_the_list_has_every_file(package):
 @pytest.mark.parametrize("name", serve.__all__)
 def test_every_public_name_is_there_and_documented(name):
     assert getattr(serve, name).__doc__
-
-
-@pytest.mark.parametrize("name", serve._FORMER)
-def test_a_former_name_is_that_of_today(name):
-    assert getattr(serve, name) is getattr(serve, serve._FORMER[name])
