@@ -335,10 +335,11 @@ def _check_operands(x: Tensor, weight: Tensor, scoring_func: str, name: str = "w
     if x.shape[1] != weight.shape[1]:
         raise ValueError(f"x {tuple(x.shape)} must end in the D = {weight.shape[1]} of {name} {tuple(weight.shape)}")
     check_device("x", x, name, weight)
-    _check_scoring(scoring_func)
+    check_scoring(scoring_func)
 
 
-def _check_scoring(scoring_func: str) -> None:
+def check_scoring(scoring_func: str) -> None:
+    """Raise ValueError if scoring_func is not sigmoid or softmax."""
     if scoring_func not in ("sigmoid", "softmax"):
         raise ValueError(f"scoring_func must be sigmoid or softmax, not {scoring_func!r}")
 

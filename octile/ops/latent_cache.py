@@ -78,6 +78,14 @@ def fp8_rows(rows: Tensor, latent_dim: int) -> Fp8Rows:
     )
 
 
+def rows_in_float32(rows: Tensor, latent_dim: int) -> Tensor:
+    """Return rows [..., C + R], or [..., bytes] uint8 in FP8, as float32 [..., C + R]."""
+    if rows.dtype != torch.uint8:
+        return rows.float()
+    data, scale, rope = fp8_rows(rows, latent_dim)
+    return torch.cat((dequantize(data.contiguous(), scale, *TILE, torch.float32), rope.float()), dim=-1)
+
+
 @operator(writes=("cache",))
 def write_latents(cache: Tensor, slots: Tensor, latent: Tensor, rope: Tensor) -> None:
     """Write rows to slots of a cache.

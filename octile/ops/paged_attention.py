@@ -34,10 +34,10 @@ from octile.formats import TILE
 from octile.kernels import backends, cpu
 from octile.kernels.cuda.gemm import request
 from octile.kernels.memory_layout import new_scale
-from octile.ops.latent_cache import PAGE, check_cache, fp8_rows, rope_dim_of
+from octile.ops.latent_cache import PAGE, check_cache, rope_dim_of, rows_in_float32
 from octile.ops.matmul import without_autocast
 from octile.ops.operator import operator
-from octile.ops.quantize import check_device, check_input_dtype, dequantize, quantize
+from octile.ops.quantize import check_device, check_input_dtype, quantize
 
 MAX_PART = 2**20  # positions
 MAX_ROWS = 256  # of the kernels of products: more fill a GPU, and a library's GEMM is as fast
@@ -120,19 +120,11 @@ def _paged_attention(
         for row, length in enumerate(lengths.tolist()):
             if not length:
                 continue
-            keys_TW = _keys(cache[pages[row, : -(-length // PAGE)].long()], latent_dim).flatten(0, 1)[:length]
+            keys_TW = rows_in_float32(cache[pages[row, : -(-length // PAGE)].long()], latent_dim).flatten(0, 1)[:length]
             s_HT = torch.mm(q_RHW[row], keys_TW.mT)
             o_RHC[row] = torch.mm(s_HT.softmax(-1), keys_TW[:, :latent_dim])
             lse_RH[row] = s_HT.logsumexp(-1)
     return o_RHC, lse_RH
-
-
-def _keys(rows: Tensor, latent_dim: int) -> Tensor:
-    """Return rows of a cache in float32, [..., W]."""
-    if rows.dtype != torch.uint8:
-        return rows.float()
-    data, scale, rope = fp8_rows(rows, latent_dim)
-    return torch.cat((dequantize(data, scale, *TILE, torch.float32), rope.float()), dim=-1)
 
 
 @paged_attention.register_fake

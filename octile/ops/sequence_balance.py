@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octile.kernels import backends
-from octile.ops.gate import check_choice, top_experts
+from octile.ops.gate import check_choice, check_scoring, top_experts
 from octile.ops.operator import operator
 from octile.ops.permute import count_tokens
 from octile.ops.quantize import check_device
@@ -119,8 +119,7 @@ def _check(logits: Tensor, batch: int, scoring_func: str) -> None:
         raise ValueError(f"logits must be a matrix [T, E] with T of at least 1, not {tuple(logits.shape)}")
     if batch < 1 or len(logits) % batch:
         raise ValueError(f"batch must divide the {len(logits)} tokens of logits, not be {batch}")
-    if scoring_func not in ("sigmoid", "softmax"):
-        raise ValueError(f"scoring_func must be sigmoid or softmax, not {scoring_func!r}")
+    check_scoring(scoring_func)
 
 
 def _check_experts(logits: Tensor, experts: Tensor | None, n_chosen: int) -> None:

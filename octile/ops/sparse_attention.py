@@ -26,12 +26,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from octile.formats import TILE
 from octile.kernels.cuda.attention import sparse_mla as kernel
-from octile.ops.latent_cache import PAGE, check_cache, fp8_rows, rope_dim_of
+from octile.ops.latent_cache import PAGE, check_cache, rope_dim_of, rows_in_float32
 from octile.ops.matmul import without_autocast
 from octile.ops.operator import operator
-from octile.ops.quantize import INPUT_DTYPES, check_device, check_input_dtype, dequantize
+from octile.ops.quantize import INPUT_DTYPES, check_device, check_input_dtype
 from octile.ops.top_keys import ABSENT
 
 MAX_ELEMENTS = 2**26  # of latents that are gathered at the same time
@@ -166,16 +165,8 @@ def query_blocks(q: Tensor, latents: Tensor, positions: Tensor) -> Iterator[slic
 def gathered_keys(latents: Tensor, positions: Tensor, latent_dim: int) -> tuple[Tensor, Tensor]:
     """Return the rows at positions [S, K], float32 [S, K, W], zeros where there is none; and where, bool [S, K]."""
     is_absent_SK = (positions < 0) | (positions >= len(latents))
-    keys_SKW = _keys(latents[positions.masked_fill(is_absent_SK, 0).long()], latent_dim)
+    keys_SKW = rows_in_float32(latents[positions.masked_fill(is_absent_SK, 0).long()], latent_dim)
     return keys_SKW.masked_fill_(is_absent_SK[..., None], 0.0), is_absent_SK  # a NaN there is not read
-
-
-def _keys(rows: Tensor, latent_dim: int) -> Tensor:
-    """Return rows [S, K, ·] in float32, [S, K, W]."""
-    if rows.dtype != torch.uint8:
-        return rows.float()
-    data, scale, rope = fp8_rows(rows, latent_dim)
-    return torch.cat((dequantize(data.contiguous(), scale, *TILE, torch.float32), rope.float()), dim=-1)
 
 
 @sparse_attention.register_fake
