@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from octile.rl.grpo import kl_k3
 from octile.rl.sample import Completion
 
 
@@ -74,8 +75,6 @@ def compare_log_probs(engine_N: Tensor, trainer_N: Tensor) -> LogProbDifference:
 def estimate_kl(engine_N: Tensor, trainer_N: Tensor) -> float:
     """Estimate the Kullback-Leibler divergence of the trainer from the engine, which has sampled N tokens, N above 0.
 
-    It is the mean of exp(d) − 1 − d in nats, with d the trainer's log-probability minus the engine's.
-    Source: J. Schulman, "Approximating KL Divergence" (2020).
+    It is the mean of `kl_k3` in nats.
     """
-    d_N = trainer_N.double() - engine_N.double()
-    return float((d_N.exp() - 1 - d_N).mean())
+    return float(kl_k3(engine_N.double(), trainer_N.double()).mean())
