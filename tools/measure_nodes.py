@@ -32,7 +32,7 @@ def main() -> None:
     torch.manual_seed(dist.get_rank())
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cuda", (ranks, 1), mesh_dim_names=("node", "rank"))
-    experts_TK, load_E = bench._choose(device)
+    experts_TK, load_E = bench.choose_experts(device)
     x = torch.randn(bench.TOKENS, bench.HIDDEN, device=device, dtype=torch.bfloat16)
     data, scale = quantize(x, 1, 128, "e4m3", True)
     q = ScaledTensor(data, scale, (1, 128))
@@ -49,17 +49,19 @@ def main() -> None:
         lines.append(share.exchange)
         exchanges = {
             "plan": bench.Exchange(partial(own.plan, experts_TK, load_E), 0),
-            "dispatch FP8": bench._dispatch(own, q, plan, experts_TK),
-            "combine BF16": bench._combine(own, y, plan, experts_TK),
+            "dispatch FP8": bench.dispatch(own, q, plan, experts_TK),
+            "combine BF16": bench.combine(own, y, plan, experts_TK),
         }
-        for name, of in exchanges.items():
-            captured = None if own.waits_for_device else bench._graph_seconds(bench._captured(of.call).replay)
-            launched = bench._seconds(of.call)
+        for name, exchange in exchanges.items():
+            captured = None if own.waits_for_device else bench.graph_seconds(bench.captured(exchange.call).replay)
+            launched = bench.call_seconds(exchange.call)
             for case, seconds in (("captured", captured), ("launched", launched)):
                 if seconds is not None:
-                    speed = f", {bench._mb(of)}, {bench._speed(of, seconds):.0f} GB/s" if of.n_bytes else ""
-                    lines.append(f"  {name:13} {case} {1e6 * seconds:8.0f} µs{speed}")
-            lines.append(f"  {name:13} host     {1e6 * _host_seconds(of.call):8.0f} µs")
+                    line = f"  {name:13} {case} {1e6 * seconds:8.0f} µs"
+                    if exchange.n_bytes:
+                        line += f", {bench.megabytes(exchange)}, {bench.gb_per_s(exchange, seconds):.0f} GB/s"
+                    lines.append(line)
+            lines.append(f"  {name:13} host     {1e6 * _host_seconds(exchange.call):8.0f} µs")
     if dist.get_rank() == 0:
         print("\n".join(lines), flush=True)
     dist.destroy_process_group()

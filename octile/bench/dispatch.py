@@ -82,7 +82,7 @@ def show(rows: Sequence[Row]) -> str:
 
 def _measure(device: torch.device) -> Iterator[Row]:
     torch.manual_seed(dist.get_rank())
-    experts_TK, load_E = _choose(device)
+    experts_TK, load_E = choose_experts(device)
     x = torch.randn(TOKENS, HIDDEN, device=device, dtype=torch.bfloat16)
     data, scale = quantize(x, 1, 128, "e4m3", True)
     q = ScaledTensor(data, scale, (1, 128))
@@ -91,53 +91,56 @@ def _measure(device: torch.device) -> Iterator[Row]:
     collectives = ExpertDispatcher(EXPERTS, CHOSEN, HIDDEN)
 
     copy = Exchange(*_peer_copy(memory, device))
-    copy_speed = _speed(copy, _seconds(copy.call))
+    copy_speed = gb_per_s(copy, call_seconds(copy.call))
     plain = _plain(experts_TK, x, False)
-    plain_seconds = {"plain": _seconds(plain.call), "plain, permuted": _seconds(_plain(experts_TK, x, True).call)}
-    yield Row("copy to a peer", f"{_mb(copy)}", copy_speed, "GB/s")
-    speed = _speed(plain, plain_seconds["plain"])
-    yield compare("plain all_to_all_single", f"BF16 and back, {_mb(plain)}", speed, "GB/s", "copy", copy_speed)
+    plain_seconds = {
+        "plain": call_seconds(plain.call),
+        "plain, permuted": call_seconds(_plain(experts_TK, x, True).call),
+    }
+    yield Row("copy to a peer", f"{megabytes(copy)}", copy_speed, "GB/s")
+    speed = gb_per_s(plain, plain_seconds["plain"])
+    yield compare("plain all_to_all_single", f"BF16 and back, {megabytes(plain)}", speed, "GB/s", "copy", copy_speed)
 
     plan = collectives.plan(experts_TK, load_E)
     y = torch.randn(len(plan.order_R), HIDDEN, device=device, dtype=torch.bfloat16)
-    both = [_dispatch(collectives, q, plan, experts_TK), _combine(collectives, y, plan, experts_TK)]
-    times = [_seconds(e.call) for e in both]
+    both = [dispatch(collectives, q, plan, experts_TK), combine(collectives, y, plan, experts_TK)]
+    times = [call_seconds(e.call) for e in both]
     for what, e, seconds in zip((DISPATCH_FP8, COMBINE_BF16), both, times, strict=True):
-        yield compare("all_to_all_single", f"{what}, {_mb(e)}", _speed(e, seconds), "GB/s", "copy", copy_speed)
+        yield compare("all_to_all_single", f"{what}, {megabytes(e)}", gb_per_s(e, seconds), "GB/s", "copy", copy_speed)
     yield from _vs_plain("all_to_all_single", sum(times), plain_seconds)
 
     plan = peers.plan(experts_TK, load_E)
     y = torch.randn(len(plan.order_R), HIDDEN, device=device, dtype=torch.bfloat16)
-    both = [_dispatch(peers, q, plan, experts_TK), _combine(peers, y, plan, experts_TK)]
+    both = [dispatch(peers, q, plan, experts_TK), combine(peers, y, plan, experts_TK)]
     gemm, (m, n, k) = _gemm(device), GEMM
-    gemms = _captured(gemm)
-    alone = _graph_seconds(gemms.replay)
+    gemms = captured(gemm)
+    alone = graph_seconds(gemms.replay)
     for num_sms in sorted({*SMS, memory.num_sms}):
         _use_sms(memory, num_sms)
         is_default = num_sms == memory.num_sms
         case = f"symmetric memory, {num_sms} SMs" + " (default)" * is_default
-        graphs = [_captured(e.call) for e in both]
-        times = [_graph_seconds(graph.replay) for graph in graphs]
+        graphs = [captured(e.call) for e in both]
+        times = [graph_seconds(graph.replay) for graph in graphs]
         for what, e, seconds in zip((DISPATCH_FP8, COMBINE_BF16), both, times, strict=True):
             goal = what if is_default else None
-            yield compare(case, f"{what}, {_mb(e)}", _speed(e, seconds), "GB/s", "copy", copy_speed, goal)
+            yield compare(case, f"{what}, {megabytes(e)}", gb_per_s(e, seconds), "GB/s", "copy", copy_speed, goal)
         yield from _vs_plain(case, sum(times), plain_seconds, is_default)
         together, exchanged = _seconds_together(gemms.replay, graphs[1].replay)
         during, otherwise = (2e-12 * m * n * k / seconds for seconds in (together, alone))
         yield compare(case, "GEMM during combine", during, "TFLOPS", "alone", otherwise)
-        yield compare(case, "combine during GEMM", _speed(both[1], exchanged), "GB/s", "copy", copy_speed)
+        yield compare(case, "combine during GEMM", gb_per_s(both[1], exchanged), "GB/s", "copy", copy_speed)
     _use_sms(memory, memory.num_sms)
     for what, call in (("plan", partial(peers.plan, experts_TK, load_E)), ("barrier", memory.barrier)):
-        yield Row("symmetric memory", what, 1e6 * _graph_seconds(_captured(call).replay), "µs")
+        yield Row("symmetric memory", what, 1e6 * graph_seconds(captured(call).replay), "µs")
     for words, warps in BLOCKS:
         with _blocks(words, warps):
             for what, e in zip((DISPATCH_FP8, COMBINE_BF16), both, strict=True):
-                seconds = _graph_seconds(_captured(e.call).replay)
+                seconds = graph_seconds(captured(e.call).replay)
                 case = f"{words // 256} KB at a time, {warps} warps"
-                yield compare(case, f"{what}, {_mb(e)}", _speed(e, seconds), "GB/s", "copy", copy_speed)
+                yield compare(case, f"{what}, {megabytes(e)}", gb_per_s(e, seconds), "GB/s", "copy", copy_speed)
 
 
-def _choose(device: torch.device) -> tuple[Tensor, Tensor]:
+def choose_experts(device: torch.device) -> tuple[Tensor, Tensor]:
     """Choose the experts of each token at random, in LIMIT of GROUPS groups: int64 [T, K], and their loads [E]."""
     scores = torch.rand(TOKENS, EXPERTS, device=device)
     groups = torch.rand(TOKENS, GROUPS, device=device).topk(LIMIT).indices
@@ -157,12 +160,14 @@ def _others(counts_W: Tensor) -> int:
     return int(counts_W.sum() - counts_W[dist.get_rank()])
 
 
-def _dispatch(dispatcher: ExpertDispatcher, q: ScaledTensor, plan: RoutingPlan, experts_TK: Tensor) -> Exchange:
+def dispatch(dispatcher: ExpertDispatcher, q: ScaledTensor, plan: RoutingPlan, experts_TK: Tensor) -> Exchange:
+    """Make the dispatch of FP8 rows q [T, D], and count the bytes that leave this rank."""
     rows_out = _others(_is_to(experts_TK).any(2).sum(1))
     return Exchange(lambda: dispatcher.send_quantized(q, plan), rows_out * (HIDDEN + 4 * q.scale.shape[1]))
 
 
-def _combine(dispatcher: ExpertDispatcher, y_RD: Tensor, plan: RoutingPlan, experts_TK: Tensor) -> Exchange:
+def combine(dispatcher: ExpertDispatcher, y_RD: Tensor, plan: RoutingPlan, experts_TK: Tensor) -> Exchange:
+    """Make the combine of expert results y [R, D], and count the bytes that leave this rank."""
     counts = _is_to(experts_TK).sum((1, 2))
     sent = [torch.empty_like(counts) for _ in counts]
     dist.all_gather(sent, counts)
@@ -202,12 +207,12 @@ def _gemm(device: torch.device) -> Callable[[], object]:
     return partial(torch.mm, a, b.mT, out=out)
 
 
-def _seconds(call: Callable[[], object]) -> float:
+def call_seconds(call: Callable[[], object]) -> float:
     """Measure the median time of a call, in CALLS calls after one another; the slowest rank's."""
-    return _graph_seconds(lambda: [call() for _ in range(CALLS)])
+    return graph_seconds(lambda: [call() for _ in range(CALLS)])
 
 
-def _graph_seconds(calls: Callable[[], object]) -> float:
+def graph_seconds(calls: Callable[[], object]) -> float:
     """Measure the same where `calls` makes all of them."""
     for _ in range(2):
         calls()
@@ -251,7 +256,7 @@ def _slowest(seconds: float) -> float:
     return found.item()
 
 
-def _captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """Capture CALLS calls after one another."""
     for _ in range(2):
         call()
@@ -281,7 +286,8 @@ def _blocks(words: int, warps: int) -> Iterator[None]:
         PEER_ROWS.update(before)
 
 
-def _speed(e: Exchange, seconds: float) -> float:
+def gb_per_s(e: Exchange, seconds: float) -> float:
+    """Compute GB/s of a rank, the mean of all ranks."""
     n_bytes = torch.tensor(float(e.n_bytes), dtype=torch.float64, device="cuda")
     dist.all_reduce(n_bytes)
     return n_bytes.item() / dist.get_world_size() / seconds / 1e9
@@ -293,5 +299,6 @@ def _vs_plain(case: str, seconds: float, plain: Mapping[str, float], is_judged: 
         yield compare(case, BOTH_WAYS, ours, "Mtokens/s", peer, 1e-6 * TOKENS / theirs, goal)
 
 
-def _mb(e: Exchange) -> str:
+def megabytes(e: Exchange) -> str:
+    """Format the bytes that leave this rank."""
     return f"{e.n_bytes / 1e6:.0f} MB"

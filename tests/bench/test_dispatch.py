@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from octile.bench.dispatch import CHOSEN, EXPERTS, GROUPS, LIMIT, TOKENS, _choose, rows
+from octile.bench.dispatch import CHOSEN, EXPERTS, GROUPS, LIMIT, TOKENS, choose_experts, rows
 from octile.bench.goals import BOTH_WAYS, DISPATCH_FP8, dispatch_verdicts
 from octile.bench.rows import compare
 
 
 def test_each_token_has_different_experts_of_few_groups():
     torch.manual_seed(0)
-    experts_TK, load_E = _choose(torch.device("cpu"))
+    experts_TK, load_E = choose_experts(torch.device("cpu"))
     assert experts_TK.shape == (TOKENS, CHOSEN)
     assert load_E.sum() == TOKENS * CHOSEN
     for token in experts_TK[:64].tolist():
