@@ -1,6 +1,7 @@
 """The GEMMs that `octile bench gemm` measures: those of DeepSeek-V3, and of DeepGEMM's own tests.
 
-On a CPU, where the reference implementation is measured, they have the sizes of the tiny preset.
+Their sizes are those of the catalog, whose kernels are compiled without a GPU. On a CPU, where the reference
+implementation is measured, they have the sizes of the tiny preset.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import random
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
+
+from octile.kernels.cuda.gemm import catalog
 
 ALIGNMENT = 128  # rows or tokens; DeepGEMM takes groups of multiples of it without padding
 MASKED_ROWS = 4096  # capacity of a masked group
@@ -78,22 +81,9 @@ class Case:
         return 2 * sum(self.sizes) * self.n * (self.m if self.kind == "wgrad" else self.k)
 
 
-LARGE = [
-    Case("dense", m, n, k)
-    for m, n, k in (
-        (4096, 2112, 7168),
-        (4096, 576, 7168),
-        (4096, 24576, 1536),
-        (4096, 32768, 512),
-        (4096, 7168, 16384),
-        (4096, 4096, 7168),
-        (4096, 7168, 2048),
-        (8192, 8192, 8192),
-    )
-]
-NARROW = ((2112, 7168), (24576, 1536), (7168, 16384), (4096, 7168), (7168, 2048))
-M128 = [Case("dense", 128, n, k) for n, k in NARROW]
-FEWER = [Case("dense", m, n, k) for m in (1, 4, 16, 64) for n, k in NARROW]
+LARGE = [Case("dense", *shape) for shape in catalog.LARGE]
+M128 = [Case("dense", 128, n, k) for n, k in catalog.SMALL]
+FEWER = [Case("dense", m, n, k) for m in (1, 4, 16, 64) for n, k in catalog.SMALL]
 FEW_ROWS = [*M128, *FEWER]
 MIDDLE = [  # rows as a server has them, for `tools/compare_trees.py`
     Case("dense", m, n, k)
@@ -102,10 +92,11 @@ MIDDLE = [  # rows as a server has them, for `tools/compare_trees.py`
 ]
 BOTH_TILES = [Case("dense", c.m, c.n, c.k, tiles=True) for c in (*LARGE, *M128)]
 ACCUMULATED = [Case("dense", c.m, c.n, c.k, tiles=True, accumulate=True) for c in (*LARGE, *M128)]
-EXPERTS = ((6144, 7168), (7168, 3072), (4096, 4096), (4096, 2048))
-GROUPED = [Case("grouped", m, n, k, groups) for groups, m in ((4, 8192), (8, 4096)) for n, k in EXPERTS]
+GROUPED = [Case("grouped", m, n, k, groups) for groups, m in ((4, 8192), (8, 4096)) for n, k in catalog.EXPERTS]
 MASKED = [
-    Case("masked", m, n, k, groups) for groups, m in ((32, 192), (6, 1024), (32, 20), (6, 20)) for n, k in EXPERTS
+    Case("masked", m, n, k, groups)
+    for groups, m in ((32, 192), (6, 1024), (32, 20), (6, 20))
+    for n, k in catalog.EXPERTS
 ]
 WGRAD = [
     Case("wgrad", m, n, k, groups, tiles=True, accumulate=True)
