@@ -51,15 +51,15 @@ def rows(run: Path) -> Iterator[Row]:
         one, many, crowd = (_run(url, load) for load in (ONE, MANY, CROWD))
         long = _run(url, LONG) if can_draft else None
     yield Row(ONE_CLIENT, THROUGHPUT, one.tokens_per_second, "tokens/s")
-    yield from _times(ONE_CLIENT, one)
+    yield from times(ONE_CLIENT, one)
     yield compare(MANY_CLIENTS, THROUGHPUT, many.tokens_per_second, "tokens/s", ONE_CLIENT, one.tokens_per_second)
-    yield from _times(MANY_CLIENTS, many)
+    yield from times(MANY_CLIENTS, many)
     yield Row(CROWD_CASE, "answered", crowd.completed, "requests")
     yield Row(CROWD_CASE, "refused with 503", crowd.refused[503], "requests")
     yield Row(
         CROWD_CASE, "neither answered nor refused", CROWD.requests - crowd.completed - crowd.refused[503], "requests"
     )
-    yield from _times(CROWD_CASE, crowd)
+    yield from times(CROWD_CASE, crowd)
     if long is not None:
         yield Row(LONG_CLIENT, THROUGHPUT, long.tokens_per_second, "tokens/s")
         yield from _drafted(run, long.tokens_per_second)
@@ -127,7 +127,8 @@ def _run(url: str, stress: Stress, why: str = "measuring") -> StressResult:
     return result
 
 
-def _times(case: str, result: StressResult) -> Iterator[Row]:
+def times(case: str, result: StressResult) -> Iterator[Row]:
+    """Yield the median and the 99th percentile of the time to the first token and between tokens."""
     for what, seconds in (("first token", result.first_token), ("between tokens", result.between_tokens)):
         for name, share in (("p50", 0.5), ("p99", 0.99)):
             yield Row(case, f"{what}, {name}", 1e3 * percentile(seconds, share), "ms")

@@ -25,7 +25,8 @@ from dataclasses import dataclass, replace
 
 from octile.bench.goals import THROUGHPUT, arrivals_case, busy_case
 from octile.bench.rows import Row
-from octile.serve.http.stress import Stress, StressResult, percentile, stress_test
+from octile.bench.serve.endpoint import times
+from octile.serve.http.stress import Stress, StressResult, stress_test
 
 SHARES = (50, 90)  # % of octile's capacity
 
@@ -94,8 +95,6 @@ def _values(case: str, result: StressResult) -> Iterator[Row]:
     yield Row(case, THROUGHPUT, result.tokens_per_second, "tokens/s")
     if result.stress.rate is not None:
         yield Row(case, "arrivals", result.stress.rate, "requests/s")
-    for what, seconds in (("first token", result.first_token), ("between tokens", result.between_tokens)):
-        for name, part in (("p50", 0.5), ("p99", 0.99)):
-            yield Row(case, f"{what}, {name}", 1e3 * percentile(seconds, part), "ms")
+    yield from times(case, result)
     events = len(result.first_token) + len(result.between_tokens)
     yield Row(case, "tokens of an event", result.new_tokens / events, "tokens")
