@@ -41,7 +41,7 @@ from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights.live import LiveWeights
 from octile.serve.weights.load import Folder
 from octile.train.run.metrics import Metrics
-from octile.train.run.state import load_moments, state_tensors
+from octile.train.run.state import load_moments, parts_of, state_tensors
 
 BETAS = 0.9, 0.95
 WEIGHT_DECAY = 0.0  # of the policy, which the reference draws to itself
@@ -233,10 +233,7 @@ class RLTrainer:
         Raises:
             ValueError, RuntimeError: it is that of another model.
         """
-        parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
-        for name, tensor in tensors.items():
-            part, _, rest = name.partition(".")
-            parts[part][rest] = tensor
+        parts = parts_of(tensors, "model", "optimizer")
         self.model.load_state_dict(parts["model"])
         load_moments(self.optimizer, parts["optimizer"])
         self.steps_done, self.seconds, self.tokens = state["steps_done"], state["seconds"], state["tokens"]

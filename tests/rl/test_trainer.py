@@ -217,6 +217,13 @@ def test_gradients_that_are_not_finite_stop_the_run_before_the_update(exact_fold
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.model.state_dict().items())
 
 
+def test_a_tensor_of_no_part_of_the_state_is_refused(exact_folder, reward_file):
+    trainer = make_trainer(exact_folder, reward_file)
+    tensors, values = trainer.state()
+    with pytest.raises(ValueError, match=r"must belong to one of model, optimizer, not be ema\.norm\.weight"):
+        trainer.restore(tensors | {"ema.norm.weight": torch.ones(1)}, values)
+
+
 def test_equal_bits_are_counted_and_not_equal_values():
     found = compare_log_probs(torch.tensor([0.0, -1.0, -2.0]), torch.tensor([-0.0, -1.0, -2.5]))
     assert found == (3, 1, 0.5 / 3, 0.5)

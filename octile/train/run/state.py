@@ -120,10 +120,7 @@ class TrainingState:
             raise ValueError(f"the tokens in {self._data_folder} are not those that the checkpoint was trained on")
         if found.keeps_activations is not None:
             strategy.save_activations(found.keeps_activations)
-        parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "history": {}, "ema": {}, "best": {}}
-        for name, tensor in tensors.items():
-            part, _, rest = name.partition(".")
-            parts[part][rest] = tensor
+        parts = parts_of(tensors, "model", "optimizer", "history", "ema", "best")
         _load_exactly(strategy.model, parts["model"])
         load_moments(self._optimizer, parts["optimizer"], strategy.layout.own_number)
         for name, history in amax_histories(strategy.model).items():
@@ -148,6 +145,21 @@ def state_tensors(model: nn.Module, optimizer: AdamW, number: Callable[[int], in
     for index, moments in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{number(index)}.{name}": t for name, t in moments.items()}
     return tensors
+
+
+def parts_of(tensors: Mapping[str, Tensor], *parts: str) -> dict[str, dict[str, Tensor]]:
+    """Divide the tensors of a checkpoint, "PART.NAME", into parts: part → NAME → tensor.
+
+    Raises:
+        ValueError: one belongs to another part.
+    """
+    found: dict[str, dict[str, Tensor]] = {part: {} for part in parts}
+    for name, tensor in tensors.items():
+        part, _, rest = name.partition(".")
+        if part not in found:
+            raise ValueError(f"a tensor of the checkpoint must belong to one of {', '.join(parts)}, not be {name}")
+        found[part][rest] = tensor
+    return found
 
 
 def load_moments(optimizer: AdamW, tensors: Mapping[str, Tensor], own_number: Callable[[int], int] = int) -> None:
