@@ -25,12 +25,12 @@ from torch import Tensor
 
 from octile.bench import flash_mla, goals
 from octile.bench.casts import halves
+from octile.bench.model_shapes import LATENT, ROTARY
 from octile.bench.rows import LEGEND_OF_SPEEDS, Row, byte_rate, flop_rate, table_with
 from octile.bench.timing import seconds
 from octile.ops.latent_cache import PAGE, row_bytes, write_latents
 from octile.ops.paged_attention import paged_attention
 
-LATENT, ROTARY = 512, 64  # channels
 CALLS, ROUNDS = 8, 8  # of a graph, and replays
 CACHE_DTYPES = dict(zip(goals.CACHE_FORMATS, (torch.bfloat16, torch.uint8), strict=True))
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from octile.bench.goals import FLASH_MLA
+from octile.bench.model_shapes import LATENT
 from octile.ops.latent_cache import PAGE
 
-LATENT = 512
 HEADS = (64, 128)  # of its sparse kernels
 MAX_DIFFERENCE = 2**-6  # of the results' largest values: both round the softmax's weights to BF16
 Call = Callable[[], Tensor]

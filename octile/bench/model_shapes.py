@@ -10,7 +10,7 @@ from dataclasses import dataclass
 __all__ = ["FAMILIES", "Model"]
 
 # of DeepSeek's latent attention, the same in all its models
-LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
+LATENT, ROTARY, NOPE, VALUE = 512, 64, 128, 128
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Model:
         ]
 
     def _latent_attention(self) -> list[tuple[int, int]]:
-        queries = (self.heads * (NOPE + ROPE), self.q_lora or self.hidden)
-        down = (self.q_lora + LATENT + ROPE, self.hidden)
+        queries = (self.heads * (NOPE + ROTARY), self.q_lora or self.hidden)
+        down = (self.q_lora + LATENT + ROTARY, self.hidden)
         return [down, queries, (self.heads * (NOPE + VALUE), LATENT), (self.hidden, self.heads * VALUE)]
 
 

@@ -34,13 +34,13 @@ from torch import Tensor
 
 from octile.bench import flash_mla, goals
 from octile.bench.kernel_time import work_seconds
+from octile.bench.model_shapes import LATENT, ROTARY
 from octile.bench.rows import LEGEND_OF_SPEEDS, Row, byte_rate, flop_rate, table_with
 from octile.ops.latent_cache import PAGE, row_bytes, write_latents
 from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention, sparse_attention_with_lse
 from octile.ops.sparse_attention_backward import sparse_attention_backward
 from octile.ops.sparse_attention_weights import sparse_attention_weights
 
-LATENT, ROTARY = 512, 64  # channels
 SCALE = (LATENT + ROTARY) ** -0.5
 ROUNDS = 10
 QUERIES_OF_TEXT = 2  # in decoding
