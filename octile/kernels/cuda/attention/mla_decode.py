@@ -16,7 +16,7 @@ multiplies longer than it reads, does not.
 """
 
 from collections.abc import Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -252,8 +252,14 @@ class _Specialized(NamedTuple):
 
 def _plan_64(is_fp8: bool, cluster: int) -> _Specialized:
     shared = (3 * TILES + 1) * TILE + 8 * 64 * 4 + (2 * 2 * 3 + 5) * 8  # mla_decode_64.cu divides it
+    return _Specialized("mla_decode_64", {"fp8": is_fp8, "cluster": cluster, "shared_bytes": shared}, headers_64())
+
+
+@lru_cache(1)
+def headers_64() -> Mapping[str, str]:
+    """Return the headers of kernels that attend for 64 heads together."""
     header = partial(wgmma.header, a="bf16", b="bf16")
-    headers = {
+    return {
         "wgmma.cuh": header(64),
         "wgmma_registers.cuh": header(64, name="wgmma_registers", a_in_registers=True),
         "wgmma_values.cuh": header(256, name="wgmma_values", b_transposed=True),
@@ -261,7 +267,6 @@ def _plan_64(is_fp8: bool, cluster: int) -> _Specialized:
             256, name="wgmma_values_registers", a_in_registers=True, b_transposed=True
         ),
     }
-    return _Specialized("mla_decode_64", {"fp8": is_fp8, "cluster": cluster, "shared_bytes": shared}, headers)
 
 
 def _plan_few(heads: int, is_fp8: bool) -> _Specialized:

@@ -8,26 +8,32 @@ kind compiles and loads kernels, which cannot be.
 """
 
 from collections.abc import Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from octile.kernels.cuda.attention.mla_decode import rows_at_once
+from octile.kernels.cuda.attention.mla_decode import (
+    LATENT,
+    MERGE_THREADS,
+    PAGE,
+    ROTARY,
+    TILE,
+    TILES,
+    WIDTH,
+    headers_64,
+    rows_at_once,
+)
 from octile.kernels.cuda.gemm import num_sms, request
-from octile.kernels.cuda.jit import specialize, wgmma
+from octile.kernels.cuda.jit import specialize
 from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
 from octile.kernels.memory_layout import VECTOR
 
-LATENT, ROTARY, PAGE = 512, 64, 64  # channels, and positions of a page
-WIDTH = LATENT + ROTARY
 HEADS, STEP_KEYS = 64, 128  # of a thread block, and entries of a list that it attends to together
-TILES, TILE = WIDTH // 64, 64 * 64 * 2  # of 64 rows in BF16: 64 channels each, and its bytes
 # of a thread block, as sparse_mla.cu divides it
 SHARED = (3 * TILES + 1) * TILE + 6 * HEADS * 4 + 2 * STEP_KEYS * 4 + 2 * 16 + 17 * 8
 THREADS = 384  # two consumer warpgroups and one of producers
-MERGE_THREADS = LATENT // 4
 REGISTERS = {True: (88, 208), False: (40, 232)}  # of producers and consumers, by whether rows are FP8
 FEW_STEPS = 16  # of a thread block, whose conversion is a loop: instructions come from memory at first
 MAX_SPLITS = 128
@@ -156,7 +162,7 @@ def plan(rows: int, n_heads: int, k: int, is_fp8: bool, is_paged: bool, n_splits
         "unrolled_parts": 2 if cluster > 1 and steps_of_block > FEW_STEPS else 1,
     }  # fmt: skip
     ranges = min(ranges, rows * splits)
-    return LaunchPlan(constants, _headers(), ranges * head_blocks, cluster, ranges, splits)
+    return LaunchPlan(constants, headers_64(), ranges * head_blocks, cluster, ranges, splits)
 
 
 @lru_cache(MAX_KEYS)
@@ -168,19 +174,6 @@ def best_splits(rows: int, steps: int, ranges: int) -> int:
         return items * (-(-steps // splits) + ITEM_COST + SPLIT_COST * (splits > 1))
 
     return min(range(1, min(steps, MAX_SPLITS) + 1), key=time)
-
-
-@lru_cache(1)
-def _headers() -> Mapping[str, str]:
-    header = partial(wgmma.header, a="bf16", b="bf16")
-    return {
-        "wgmma.cuh": header(64),
-        "wgmma_registers.cuh": header(64, name="wgmma_registers", a_in_registers=True),
-        "wgmma_values.cuh": header(256, name="wgmma_values", b_transposed=True),
-        "wgmma_values_registers.cuh": header(
-            256, name="wgmma_values_registers", a_in_registers=True, b_transposed=True
-        ),
-    }
 
 
 class _Prepared:

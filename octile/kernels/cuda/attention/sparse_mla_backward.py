@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from octile.kernels.cuda.attention import sparse_mla
-from octile.kernels.cuda.attention.sparse_mla import HEADS, TILE, TILES, WIDTH
+from octile.kernels.cuda.attention.mla_decode import TILE, TILES, WIDTH
+from octile.kernels.cuda.attention.sparse_mla import HEADS
 from octile.kernels.cuda.gemm import num_sms
 from octile.kernels.cuda.jit import specialize, wgmma
 from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel

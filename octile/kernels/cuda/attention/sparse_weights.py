@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from octile.kernels.cuda.attention import sparse_mla
-from octile.kernels.cuda.attention.sparse_mla import HEADS, TILE, TILES
+from octile.kernels.cuda.attention.mla_decode import TILE, TILES
+from octile.kernels.cuda.attention.sparse_mla import HEADS
 from octile.kernels.cuda.attention.sparse_mla_backward import TILE_KEYS
 from octile.kernels.cuda.gemm import num_sms
 from octile.kernels.cuda.jit import specialize, wgmma

@@ -16,6 +16,7 @@ See `octile.kernels.cuda.few_rows.launcher` for how they are launched.
 import torch
 from torch import Tensor
 
+from octile.kernels.cuda.attention.mla_decode import LATENT, MERGE_THREADS, PAGE, ROTARY, WIDTH
 from octile.kernels.cuda.few_rows.launcher import MAX_KEYS, MAX_ROWS, SUMS_BYTES, TILE_ROWS, WARPS, prepare
 from octile.kernels.cuda.gemm import request
 from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
@@ -23,16 +24,12 @@ from octile.kernels.cuda.quantize.launcher import DTYPES, norm_parts
 from octile.kernels.memory_layout import VECTOR
 from octile.kernels.row_invariant import CHUNK
 
-LATENT, ROTARY = 512, 64
-WIDTH = LATENT + ROTARY
-PAGE = 64  # positions of a page
 HEADS, KEYS, STAGES = 16, 32, 4  # of a thread block of mla_few_rows.cu
 CLUSTER = 8  # of merge_values.cu
 MAX_SPLITS = 64  # of a row
 # Of mla_one_row.cu, whose clusters have CLUSTER thread blocks and take as many pages at a time. An H100 has room for
 # about 16 of them at a time.
 PART_PAGES, ONE_ROW_HEADS, MAX_CLUSTERS = 32, 8, 16
-MERGE_THREADS = LATENT // 4  # of values_one_row.cu
 
 _prepared: BoundedCache[PreparedKernel] = BoundedCache(MAX_KEYS)
 
