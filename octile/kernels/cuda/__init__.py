@@ -7,6 +7,7 @@
       launch          launches of specialized kernels, which may overlap the kernel before them
       prepared        kernels with a launch shape, and the cache of their launches
       tensor_map      TMA descriptors
+      mapped          prepared kernels whose first arguments are TMA descriptors
       wgmma           generates the header with the wgmma instruction
       ptx.cuh         wrappers of other PTX instructions
     gemm/           gemm.cu with its headers; from a request to its launch:

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from octile.kernels.cuda.attention import catalog as attention_catalog
-from octile.kernels.cuda.attention import mla_catalog, mqa_logits, sparse_catalog
+from octile.kernels.cuda.attention import mla_catalog, sparse_catalog
 from octile.kernels.cuda.few_rows import catalog as few_rows_catalog
 from octile.kernels.cuda.gate import catalog as gate_catalog
-from octile.kernels.cuda.gate import launcher as gate_launcher
 from octile.kernels.cuda.gemm import catalog as gemm_catalog
 from octile.kernels.cuda.gemm.config import GemmConfig
 from octile.kernels.cuda.jit import specialize
+from octile.kernels.cuda.jit.mapped import MappedLaunch
 from octile.kernels.cuda.quantize import catalog as quantize_catalog
 from octile.kernels.cuda.routing import catalog as routing_catalog
 
-AnyPlan = gate_launcher.LaunchPlan | mqa_logits.LaunchPlan | mla_catalog.KernelPlan
+AnyPlan = MappedLaunch | mla_catalog.KernelPlan
 
 
 class Specialization(NamedTuple):

@@ -5,12 +5,13 @@ from functools import partial
 import torch
 
 from octile.kernels.cuda.attention import mqa_logits
-from octile.kernels.cuda.attention.mqa_logits import KEYS, LaunchPlan
+from octile.kernels.cuda.attention.mqa_logits import KEYS
+from octile.kernels.cuda.jit.mapped import MappedLaunch
 
 SMS = 132
 
 
-def plans() -> dict[str, LaunchPlan]:
+def plans() -> dict[str, MappedLaunch]:
     """Return the launch of each case, by the name of the case."""
     empty = partial(torch.empty, device="meta")
     fp8 = torch.float8_e4m3fn

@@ -6,15 +6,15 @@ compiles and loads a kernel, which cannot be captured.
 
 import functools
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from octile.kernels.cuda.gemm import num_sms, request
-from octile.kernels.cuda.jit import specialize, tensor_map, wgmma
-from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
+from octile.kernels.cuda.jit import wgmma
+from octile.kernels.cuda.jit.mapped import MappedKernel, MappedLaunch
+from octile.kernels.cuda.jit.prepared import BoundedCache
 from octile.kernels.cuda.jit.tensor_map import TensorMap
 from octile.kernels.memory_layout import VECTOR
 
@@ -43,18 +43,6 @@ class Tile(NamedTuple):
 TILE = Tile(MAX_COLUMNS, 2, 8)
 NARROW, WIDE = Tile(128, 4, 12), Tile(MAX_COLUMNS, 2, 12)  # of pages, by the heads of a sequence's queries
 REGISTERS = {2: (32, 232), 3: (32, 160), 4: (32, 112)}  # of producer and consumers, by the number of consumers
-
-
-class LaunchPlan(NamedTuple):
-    """A kernel and its launch for tensors of certain shapes and strides."""
-
-    constants: Mapping[str, int | bool]
-    headers: Mapping[str, str]
-    grid: int
-    threads: int
-    maps: tuple[TensorMap, ...]
-    sizes: tuple[int, ...]
-    kernel: str = "mqa_logits"
 
 
 def why_unsupported(q: Tensor) -> str | None:
@@ -91,7 +79,7 @@ def _constants(
 def plan(
     q: Tensor, keys: Tensor, weights: Tensor, width: int, compressed: bool, clean: bool, bfloat16: bool, sms: int,
     tile: Tile = TILE,
-) -> LaunchPlan:  # fmt: skip
+) -> MappedLaunch:  # fmt: skip
     """Plan the launch for q [S, H, D], keys [T, D] and weights [S, H]; `width` is that of the result."""
     (n, heads, head_dim), t = q.shape, len(keys)
     queries = queries_of_tile(heads, tile.columns, MAX_COLUMNS)
@@ -107,12 +95,12 @@ def plan(
         TensorMap(UNKNOWN, torch.float32, (1, 1, t), (4, 4, 1), (1, 1, KEYS)),
     )
     sizes = n, t, width, q_tiles, items, chunk, 0, 1
-    return LaunchPlan(constants, headers, min(items, sms), 128 * (tile.warpgroups + 1), maps, sizes)
+    return MappedLaunch("mqa_logits", constants, headers, min(items, sms), 128 * (tile.warpgroups + 1), maps, sizes)
 
 
 def plan_paged(
     q: Tensor, cache: Tensor, weights: Tensor, pages_stride: int, width: int, bfloat16: bool, blocks: int,
-) -> LaunchPlan:  # fmt: skip
+) -> MappedLaunch:  # fmt: skip
     """Plan the launch for q [B, next_n, H, D], a cache [P, 64·(D + 4)] and weights [B·next_n, H]."""
     b, next_n, heads, head_dim = q.shape
     queries = queries_of_tile(heads, MAX_COLUMNS, next_n)
@@ -127,7 +115,7 @@ def plan_paged(
         TensorMap(UNKNOWN, torch.float32, (len(cache), 1, KEYS), (page // 4, page // 4, 1), (1, 1, KEYS)),
     )
     sizes = b * next_n, 0, width, 0, 0, 0, pages_stride, next_n
-    return LaunchPlan(constants, headers, blocks, 128 * (tile.warpgroups + 1), maps, sizes)
+    return MappedLaunch("mqa_logits", constants, headers, blocks, 128 * (tile.warpgroups + 1), maps, sizes)
 
 
 def _query_maps(q: Tensor, weights: Tensor, queries: int) -> tuple[TensorMap, TensorMap]:
@@ -151,21 +139,7 @@ def _chunk(q_tiles: int, keys: int, sms: int) -> int:
     return math.ceil(keys / KEYS / best) * KEYS
 
 
-class _Prepared(PreparedKernel):
-    def __init__(self, made: LaunchPlan, device: torch.device) -> None:
-        kernel = specialize.load(made.kernel, made.constants, device, made.headers)
-        super().__init__(kernel, made.grid, 1, made.threads, int(made.constants["shared_bytes"]))
-        self.made = made
-
-    def arguments(self, values: tuple[Any, ...]) -> list[Any]:
-        """Return the kernel's arguments: the first addresses become tensor maps."""
-        maps = self.made.maps
-        with self.kernel.in_context():
-            encoded = [tensor_map.encode(*described) for described in zip(maps, values, strict=False)]
-        return [*encoded, *values[len(maps) :], *self.made.sizes]
-
-
-_prepared: BoundedCache[_Prepared] = BoundedCache(MAX_KEYS)
+_prepared: BoundedCache[MappedKernel] = BoundedCache(MAX_KEYS)
 
 
 def launch(
@@ -179,7 +153,7 @@ def launch(
     prepared = _prepared[key]
     if prepared is None:
         made = plan(q, keys, weights, out.shape[1], compressed, clean, bfloat16, sms)
-        prepared = _prepared[key] = _Prepared(made, q.device)
+        prepared = _prepared[key] = MappedKernel(made, q.device)
     tensors = q, weights, keys, key_scales, starts, ends
     prepared.launch_at((*(t.data_ptr() for t in tensors), 0, 0, out.data_ptr(), out.stride(0)))()
 
@@ -197,7 +171,7 @@ def launch_paged(
     prepared = _prepared[key]
     if prepared is None:
         made = plan_paged(q, cache, weights, pages.stride(0), width, bfloat16, len(schedule) - 1)
-        prepared = _prepared[key] = _Prepared(made, q.device)
+        prepared = _prepared[key] = MappedKernel(made, q.device)
     scales = cache.data_ptr() + KEYS * q.shape[-1]
     tensors = lengths, pages, schedule, out
     pointers = q.data_ptr(), weights.data_ptr(), cache.data_ptr(), scales

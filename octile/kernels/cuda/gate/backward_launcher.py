@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octile.kernels.cuda.gate.launcher import MAX_EXPERTS, MAX_KEYS, UNKNOWN, LaunchPlan, PreparedGate, is_readable
+from octile.kernels.cuda.gate.launcher import MAX_EXPERTS, MAX_KEYS, UNKNOWN, is_readable
 from octile.kernels.cuda.gemm import num_sms, request
 from octile.kernels.cuda.jit import wgmma
+from octile.kernels.cuda.jit.mapped import MappedKernel, MappedLaunch
 from octile.kernels.cuda.jit.prepared import BoundedCache
 from octile.kernels.cuda.jit.tensor_map import TensorMap
 from octile.kernels.terms import TERMS
@@ -31,13 +32,13 @@ class BackwardPlan(NamedTuple):
         steps: steps of 64 tokens in a range.
     """
 
-    launch: LaunchPlan
+    launch: MappedLaunch
     ranges: int
     steps: int
 
 
 class _Prepared(NamedTuple):
-    kernel: PreparedGate
+    kernel: MappedKernel
     plan: BackwardPlan
 
 
@@ -91,7 +92,7 @@ def multiply(dys: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     prepared = _prepared[key]
     if prepared is None:
         made = plan(dys, x, weight, num_sms.multiprocessors(x.device))
-        prepared = _prepared[key] = _Prepared(PreparedGate(made.launch, x.device), made)
+        prepared = _prepared[key] = _Prepared(MappedKernel(made.launch, x.device), made)
     kernel, made = prepared
     dx = torch.empty(t, d, dtype=x.dtype, device=x.device)
     partials = torch.empty(made.ranges, n_experts, d, dtype=torch.float32, device=x.device)
@@ -122,7 +123,7 @@ def plan(dys: Tensor, x: Tensor, weight: Tensor, multiprocessors: int) -> Backwa
     map_of_dy = TensorMap(
         UNKNOWN, dys.dtype, (TERMS, t, n_experts), (n_experts, TERMS * n_experts, 1), (TERMS, STEP, 64), ROW_BYTES
     )
-    made = LaunchPlan("gate_backward", constants, headers, slices * ranges, THREADS, (map_of_x, map_of_dy))
+    made = MappedLaunch("gate_backward", constants, headers, slices * ranges, THREADS, (map_of_x, map_of_dy))
     return BackwardPlan(made, ranges, steps)
 
 

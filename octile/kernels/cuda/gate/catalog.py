@@ -5,11 +5,11 @@ from functools import partial
 import torch
 
 from octile.kernels.cuda.gate import backward_launcher, few_rows, launcher
-from octile.kernels.cuda.gate.launcher import LaunchPlan
+from octile.kernels.cuda.jit.mapped import MappedLaunch
 from octile.kernels.terms import TERMS
 
 
-def plans() -> dict[str, LaunchPlan]:
+def plans() -> dict[str, MappedLaunch]:
     """Return the launch of each case, by the name of the case."""
     empty = partial(torch.empty, device="meta")
     bf16, fp32 = torch.bfloat16, torch.float32
@@ -22,10 +22,10 @@ def plans() -> dict[str, LaunchPlan]:
     v2_lite_exact = few_rows.plan(32, 2048, 64, bf16, (6, 1, 1, 1, "softmax", False, 1.0), False, True)
     threads = 32 * few_rows.WARPS
     return {
-        "gate of V3, few rows": LaunchPlan("gate_few_rows", v3, {}, few_rows.grid(256), threads, ()),
-        "gate of V2-Lite, few rows, BF16": LaunchPlan("gate_few_rows", v2_lite, {}, few_rows.grid(32), threads, ()),
-        "gate of V3, few rows, exact": LaunchPlan("gate_few_rows", v3_exact, {}, few_rows.grid(256), threads, ()),
-        "gate of V2-Lite, few rows, exact": LaunchPlan(
+        "gate of V3, few rows": MappedLaunch("gate_few_rows", v3, {}, few_rows.grid(256), threads, ()),
+        "gate of V2-Lite, few rows, BF16": MappedLaunch("gate_few_rows", v2_lite, {}, few_rows.grid(32), threads, ()),
+        "gate of V3, few rows, exact": MappedLaunch("gate_few_rows", v3_exact, {}, few_rows.grid(256), threads, ()),
+        "gate of V2-Lite, few rows, exact": MappedLaunch(
             "gate_few_rows", v2_lite_exact, {}, few_rows.grid(32), threads, ()
         ),
         "gate of 16 experts in groups": launcher.plan(x_few, few, 4, 4, 2, 2, False, True, True),

@@ -8,15 +8,15 @@ compiles and loads a kernel, which cannot be captured.
 """
 
 import functools
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from octile.kernels.cuda.gemm import request
-from octile.kernels.cuda.jit import specialize, tensor_map, wgmma
-from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
+from octile.kernels.cuda.jit import wgmma
+from octile.kernels.cuda.jit.mapped import MappedKernel, MappedLaunch
+from octile.kernels.cuda.jit.prepared import BoundedCache
 from octile.kernels.cuda.jit.tensor_map import TensorMap
 from octile.kernels.memory_layout import VECTOR
 from octile.kernels.terms import TERMS
@@ -49,17 +49,6 @@ class Tile(NamedTuple):
 
 
 TILES = {64: Tile(2, 4, 3, 2), MAX_COLUMNS: Tile(4, 3, 3, 1)}  # by the most columns
-
-
-class LaunchPlan(NamedTuple):
-    """A kernel and its launch for tensors of certain shapes and strides. Its first arguments are the maps."""
-
-    kernel: str
-    constants: Mapping[str, int | bool]
-    headers: Mapping[str, str]
-    grid: int
-    threads: int
-    maps: tuple[TensorMap, ...]
 
 
 def why_unsupported(
@@ -105,7 +94,7 @@ def launch(
     prepared = _prepared[key]
     if prepared is None:
         made = plan(x, weight, *settings)
-        prepared = _prepared[key] = PreparedGate(made, x.device)
+        prepared = _prepared[key] = MappedKernel(made, x.device)
     outs = logits.data_ptr(), weights.data_ptr(), experts.data_ptr()
     at_bias = 0 if bias is None else bias.data_ptr()
     prepared.launch_at((x.data_ptr(), weight.data_ptr(), at_bias, *outs, routed_scaling_factor, EPS, t, d))()
@@ -115,7 +104,7 @@ def launch(
 def plan(
     x: Tensor, weight: Tensor, n_chosen: int, n_group: int, topk_group: int, best: int, softmax: bool, normalize: bool,
     biased: bool,
-) -> LaunchPlan:  # fmt: skip
+) -> MappedLaunch:  # fmt: skip
     """Plan the launch for tensors that the kernel supports."""
     n_experts, parts = len(weight), _parts(weight)
     columns = parts * n_experts
@@ -126,7 +115,7 @@ def plan(
         "parts": parts, "biased": biased, "softmax": softmax, "normalize": normalize, **tile._asdict(),
         "shared_bytes": _shared_bytes(tile, n_experts, parts),
     }  # fmt: skip
-    return LaunchPlan(
+    return MappedLaunch(
         "gate",
         constants,
         {"wgmma.cuh": wgmma.header(columns, "bf16", "bf16")},
@@ -136,22 +125,7 @@ def plan(
     )
 
 
-class PreparedGate(PreparedKernel):
-    """A kernel of the gate, loaded on a GPU, with its launch shape."""
-
-    def __init__(self, made: LaunchPlan, device: torch.device) -> None:
-        kernel = specialize.load(made.kernel, made.constants, device, made.headers)
-        super().__init__(kernel, made.grid, 1, made.threads, made.constants["shared_bytes"])
-        self.maps = made.maps
-
-    def arguments(self, values: tuple[Any, ...]) -> list[Any]:
-        """Return the kernel's arguments: the first two addresses become tensor maps."""
-        with self.kernel.in_context():
-            maps = [tensor_map.encode(*described) for described in zip(self.maps, values, strict=False)]
-        return [*maps, *values[len(maps) :]]
-
-
-_prepared: BoundedCache[PreparedGate] = BoundedCache(MAX_KEYS)
+_prepared: BoundedCache[MappedKernel] = BoundedCache(MAX_KEYS)
 
 
 def _map_of_x(x: Tensor, rows: int) -> TensorMap:

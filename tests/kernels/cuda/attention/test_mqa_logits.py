@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from octile.kernels.cuda.attention import mqa_logits
-from octile.kernels.cuda.attention.mqa_logits import KEYS, TILE, LaunchPlan, Tile
+from octile.kernels.cuda.attention.mqa_logits import KEYS, TILE, Tile
+from octile.kernels.cuda.jit.mapped import MappedLaunch
 from octile.ops.mqa_logits import paged_mqa_schedule
 from tests.ops.paged_keys import filled_pages, in_order, int32, scored
 from tools import emulator
@@ -34,7 +35,7 @@ def _ranges(s: int, t: int) -> tuple[Tensor, Tensor]:
     return start, start + torch.randint(-5, t + 1, (s,), generator=generator, dtype=torch.int32)
 
 
-def _run(made: LaunchPlan, mapped: list[Tensor], arguments: list[Tensor | int], out: Tensor, seed: int) -> None:
+def _run(made: MappedLaunch, mapped: list[Tensor], arguments: list[Tensor | int], out: Tensor, seed: int) -> None:
     emulator.run(
         "mqa_logits",
         made.constants,

@@ -22,7 +22,7 @@ class Launched:
         monkeypatch.setattr(kernel, "why_unsupported", lambda q: None)
         monkeypatch.setattr(kernel.num_sms, "num_sms", lambda device: 132)
         monkeypatch.setattr(kernel, "_prepared", BoundedCache(8))
-        monkeypatch.setattr(kernel, "_Prepared", lambda made, device: self)
+        monkeypatch.setattr(kernel, "MappedKernel", lambda made, device: self)
 
     def launch_at(self, values: tuple[int, ...]) -> Callable[[], None]:
         return lambda: self.values.append(values)
