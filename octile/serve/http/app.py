@@ -160,6 +160,8 @@ def _v1(service: Service) -> APIRouter:
 
 
 def _refuse_kept_response(response_id: str) -> None:
+    if response_id in ("input_tokens", "compact"):  # paths of OpenAI's, and no responses
+        raise ApiError(404, "Not Found")
     raise ApiError(404, f"the response {quoted(response_id)} is unknown: {NOT_KEPT}", "response_id")
 
 

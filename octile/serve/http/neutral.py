@@ -28,18 +28,28 @@ VLLM: Mapping[str, Values] = {
     "vllm_xargs": ({},),
     "repetition_detection": (),
     "thinking_token_budget": (-1,),
+    "logprob_token_ids": (),
 }
 VLLM_COMPLETIONS: Mapping[str, Values] = {
     "prompt_embeds": (),
     "add_special_tokens": (True,),
 }
+VLLM_MEDIA: Mapping[str, Values] = {"media_io_kwargs": ({},), "mm_processor_kwargs": ({},)}
 VLLM_CHAT: Mapping[str, Values] = {
     "echo": (False,),
     "add_special_tokens": (False,),
     "return_prompt_text": (False,),
     "return_assistant_tokens_mask": (False,),
-    "media_io_kwargs": ({},),
-    "mm_processor_kwargs": ({},),
+    "include_reasoning": (True,),
+    **VLLM_MEDIA,
+}
+TOKENIZE: Mapping[str, Values] = VLLM_MEDIA
+STRUCTURED_OUTPUTS: Mapping[str, Values] = {
+    "disable_any_whitespace": (False,),
+    "disable_additional_properties": (False,),
+    "disable_fallback": (False,),
+    "whitespace_pattern": (),
+    "structural_tag": (),
 }
 SGLANG: Mapping[str, Values] = {
     "return_hidden_states": (False,),
@@ -63,6 +73,8 @@ SGLANG: Mapping[str, Values] = {
     "data_parallel_rank": (),
     "extra_key": (),
     "custom_labels": ({},),
+    "rid": (),  # request_id here
+    "session_id": (),
 }
 SGLANG_CHAT: Mapping[str, Values] = {
     "task": (),
@@ -70,6 +82,12 @@ SGLANG_CHAT: Mapping[str, Values] = {
     "max_dynamic_patch": (),
     "min_dynamic_patch": (),
     "use_audio_in_video": (False,),
+    "separate_reasoning": (True,),
+    "return_prompt_token_ids": (False,),
+    "return_meta_info": (False,),
+    "images_config": (),
+    "ngram_corpus_id": (),
+    "input_ids": (),
 }
 OPENAI: Mapping[str, Values] = {
     "moderation": (),
@@ -85,13 +103,17 @@ RESPONSE_ITEMS: Mapping[str, Values] = {"async": (), "async_": (), "caller": (),
 RESPONSES: Mapping[str, Values] = {
     **VLLM,
     **OPENAI,
-    "stream_options": ({"include_obfuscation": False},),
+    "stream_options": ({}, {"include_obfuscation": False}),
     "prompt": (),  # one of OpenAI's that is kept
     "max_tool_calls": (),  # of tools that OpenAI runs
     "context_management": ({},),
     "previous_input_messages": (),
     "enable_response_messages": (False,),
-    "mm_processor_kwargs": ({},),
+    "include_reasoning": (True,),
+    "access_programs": (),
+    "background_options": (),
+    "image": (),
+    **VLLM_MEDIA,
 }
 
 

@@ -10,12 +10,13 @@ Sources: OpenAI's API reference, completions and chat completions; vLLM's docume
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from octile.serve.engine.config import InFlight
 from octile.serve.engine.grammar import ANY_OBJECT, choice, context_free, json_schema, regex
@@ -33,12 +34,13 @@ MAX_TEXTS = 1024  # of structured_outputs.choice
 MAX_PROMPTS = MAX_MESSAGES = MAX_PARTS = MAX_TOOLS = 2048
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")  # OpenAI's rule, with points and up to 64 characters more
 MAX_STOPS = 16  # fewer than Sampling's, which also has those of the chat template
+CHOICE_OF_TOOLS = "'none', 'auto', 'required', or {}"
 NEEDED = {  # what pydantic would describe one member of the union after the other
     "prompt": "a text, a list of texts, a list of tokens (whole numbers from 0), or a list of lists of tokens, "
     f"of at most {MAX_PROMPTS} prompts",
     "bad_words": "a list of texts, none of them empty",
     "stop": f"a text, or a list of at most {MAX_STOPS} texts, none of them empty",
-    "tool_choice": '\'none\', \'auto\', \'required\', or {"type": "function", "function": {"name": NAME}}',
+    "tool_choice": CHOICE_OF_TOOLS.format('{"type": "function", "function": {"name": NAME}}'),
     "content": f"a text, or a list of parts that are text, at most {MAX_PARTS}",
 }
 
@@ -71,11 +73,25 @@ Size = Annotated[int, Field(ge=0, lt=2**50)]  # of tensors, in elements or in by
 Stops = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS, fail_fast=True)]
 
 
+def _check_finite(value: Any, name: str = "") -> Any:
+    """Refuse JSON with a number that is none: NaN, or too large; an answer could not repeat it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, not {value}")
+    members = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, member in members:
+        _check_finite(member, f"{name}.{key}".removeprefix("."))
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_check_finite)]
+
+
 class Body(BaseModel):
     """A JSON object whose fields have exactly their types, and which has no other fields."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
     neutral: ClassVar[Mapping[str, Values]] = {}  # other fields, with their values that change nothing
+    needed: ClassVar[Mapping[str, str]] = NEEDED
 
     @model_validator(mode="after")
     def _has_no_other_fields(self) -> Self:
@@ -104,7 +120,7 @@ class JsonSchema(Body):
 
     name: str | None = None
     description: str | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[JsonObject, Field(alias="schema")]
     strict: bool | None = None  # every schema is followed strictly
 
 
@@ -131,7 +147,9 @@ class ResponseFormat(Body):
 class StructuredOutputs(Body):
     """What an answer must follow: one of these."""
 
-    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    neutral = neutral.STRUCTURED_OUTPUTS
+
+    json_: Annotated[JsonObject | str | None, Field(alias="json")] = None
     regex: Annotated[str, Field(min_length=1)] | None = None
     choice: Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)] | None = None
     grammar_: Annotated[str | None, Field(alias="grammar", min_length=1)] = None
@@ -191,7 +209,7 @@ class SampledBody(Body):
 
     # of no effect: who asks, and how OpenAI accounts and caches
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: JsonObject | None = None
     store: Literal[False] | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -340,6 +358,7 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
+    cache_control: dict[str, Any] | None = None  # of no effect: how Anthropic caches
 
 
 class CalledFunction(Body):
@@ -425,7 +444,7 @@ class Function(Body):
 
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
     @model_validator(mode="after")
@@ -450,15 +469,18 @@ class Tool(Body):
     function: Function
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class Conversation(Body):
     """Messages, and what the chat template gets besides them."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    reasoning_effort: Effort | None = None
     add_generation_prompt: bool | None = True
     continue_final_message: bool | None = False
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
     chat_template: Any = None
     documents: list[Any] | None = None  # accepted if empty
 
@@ -525,7 +547,7 @@ class ChatBody(Generation, Conversation):
             names = ", ".join(repr(tool.function.name) for tool in self.tools or ())
             raise ValueError(f"tool_choice must name a function of tools, {names}, not {quoted(self.chosen_function)}")
         refuse(self, "functions", self.functions, "empty")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs true")
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens differ: give one of them")
@@ -561,6 +583,9 @@ class ChatBody(Generation, Conversation):
 class TokenizeText(Body):
     """The body of POST /tokenize for a text, before which the same tokens come as in a completion."""
 
+    neutral = neutral.TOKENIZE
+    needed: ClassVar[Mapping[str, str]] = {**NEEDED, "prompt": "a text"}
+
     prompt: str
     model: str | None = None
     add_special_tokens: bool | None = True
@@ -569,6 +594,8 @@ class TokenizeText(Body):
 
 class TokenizeChat(Conversation):
     """The body of POST /tokenize for a conversation, as a chat completion reads it."""
+
+    neutral = neutral.TOKENIZE
 
     model: str | None = None
     add_special_tokens: Literal[False] | None = False  # the template has them
@@ -677,12 +704,17 @@ def parse(form: type[Any], content: bytes) -> Any:
     try:
         return form.model_validate_json(content)
     except ValidationError as error:
-        raise ApiError(400, *describe(error)) from None
+        raise ApiError(400, *describe(error, form.needed)) from None
 
 
-def describe(error: ValidationError) -> tuple[str, str | None]:
-    """The message and the field of the first thing that is wrong."""
-    found = error.errors(include_url=False)[0]
+def describe(error: ValidationError, needed: Mapping[str, str]) -> tuple[str, str | None]:
+    """The message and the field of the first thing that is wrong.
+
+    Args:
+        error: pydantic's error.
+        needed: what fields must be whose types are unions.
+    """
+    found = _first(error)
     where = [str(part) for part in found["loc"] if not _is_member(part)]
     field, context, given = ".".join(where), found.get("ctx", {}), describe_value(found["input"])
     match found["type"]:
@@ -707,13 +739,25 @@ def describe(error: ValidationError) -> tuple[str, str | None]:
             )
         case "model_type" | "model_attributes_type":
             return f"{field or 'the body'} must be an object, not {given}", field or None
-    for i, name in enumerate(where):
-        if name in NEEDED:
-            field = ".".join(where[: i + 1])
-            return f"{field} must be {NEEDED[name]}", field
+    for i, name in enumerate(where, 1):
+        if name in needed and (i == len(where) or name != "content"):
+            field = ".".join(where[:i])
+            return f"{field} must be {needed[name]}", field
     bounds = {key: _in_json(value) for key, value in context.items()}
-    needed = WORDING[found["type"]].format(**bounds) if found["type"] in WORDING else found["msg"]
-    return f"{field} must be {needed}, not {given}", field
+    wanted = WORDING[found["type"]].format(**bounds) if found["type"] in WORDING else found["msg"]
+    return f"{field} must be {wanted}, not {given}", field
+
+
+def _first(error: ValidationError) -> ErrorDetails:
+    """Return the first error; of a content that is a list, that of a part, if there is one."""
+    first, *others = error.errors(include_url=False)
+    if first["loc"][-2:] == ("content", "str") and isinstance(first["input"], list):
+        return next((other for other in others if any(isinstance(part, int) for part in _after_content(other))), first)
+    return first
+
+
+def _after_content(error: ErrorDetails) -> tuple[int | str, ...]:
+    return error["loc"][error["loc"].index("content") + 1 :] if "content" in error["loc"] else ()
 
 
 def _in_json(bound: object) -> object:

@@ -7,21 +7,25 @@ Source: OpenAI's API reference, "Create a model response" and its input items.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
 from octile.serve.engine.request import MAX_LOGPROBS
 from octile.serve.http import neutral
 from octile.serve.http.protocol import (
+    CHOICE_OF_TOOLS,
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
+    NEEDED,
     Body,
     ChatBody,
+    Effort,
     Function,
+    JsonObject,
     SampledBody,
     describe,
     refuse,
@@ -141,7 +145,7 @@ class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
     strict: bool | None = None  # every schema is followed strictly
 
     @model_validator(mode="after")
@@ -166,7 +170,7 @@ class TextConfig(Body):
 class Reasoning(Body):
     """How the model thinks. It writes no summary of it: the thought itself is in the response."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: None = None
 
@@ -175,13 +179,21 @@ class ResponseBody(SampledBody):
     """The body of POST /v1/responses."""
 
     neutral = neutral.RESPONSES
+    needed: ClassVar[Mapping[str, str]] = {
+        **NEEDED,
+        "tool_choice": CHOICE_OF_TOOLS.format('{"type": "function", "name": NAME}'),
+    }
 
     input: Annotated[
         Annotated[str, Tag("a text")]
         | Annotated[
             Annotated[list[AnyItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)], Tag("a list")
         ],
-        Discriminator(lambda value: "a text" if isinstance(value, str) else "a list"),
+        Discriminator(
+            lambda value: {str: "a text", list: "a list"}.get(type(value)),
+            custom_error_type="no_text_or_list",
+            custom_error_message="a text, or a list of items",
+        ),
     ]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -192,7 +204,7 @@ class ResponseBody(SampledBody):
     parallel_tool_calls: bool | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
 
     # accepted with the values that change nothing
     background: Literal[False] | None = None
@@ -205,7 +217,9 @@ class ResponseBody(SampledBody):
         for field in ("previous_response_id", "conversation"):
             if getattr(self, field):
                 raise ValueError(f"{field} must be null: {NOT_KEPT}")
-        if self.top_logprobs is not None and not self.shows_logprobs:
+        if self.structured_outputs is not None and self.text is not None and self.text.format is not None:
+            raise ValueError("structured_outputs and text.format are both given: give one of them")
+        if self.top_logprobs and not self.shows_logprobs:
             raise ValueError(f"top_logprobs needs include {LOGPROBS}")
         for i, item in enumerate([] if isinstance(self.input, str) else self.input):
             if isinstance(item, ReasoningItem):
@@ -245,7 +259,7 @@ class ResponseBody(SampledBody):
         try:
             return ChatBody.model_validate(fields)
         except ValidationError as error:
-            raise ApiError(400, *describe(error)) from None
+            raise ApiError(400, *describe(error, ChatBody.needed)) from None
 
     def _messages(self) -> Sequence[dict[str, Any]]:
         """The conversation. What the model has written between two messages of others is one message."""

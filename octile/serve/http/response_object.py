@@ -135,11 +135,12 @@ class ResponseObject(Answer):
 
     def _usage(self) -> dict[str, Any]:
         thought = self._items.thought
+        n_thought = len(self._tokenizer.encode(thought)) if thought else 0  # which may divide it in other tokens
         return {
             "input_tokens": self.n_prompt_tokens,
             "input_tokens_details": {"cached_tokens": self._cached_tokens},
             "output_tokens": self.n_new_tokens,
-            "output_tokens_details": {"reasoning_tokens": len(self._tokenizer.encode(thought)) if thought else 0},
+            "output_tokens_details": {"reasoning_tokens": min(n_thought, self.n_new_tokens)},
             "total_tokens": self.n_prompt_tokens + self.n_new_tokens,
         }
 

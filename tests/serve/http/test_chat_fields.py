@@ -54,7 +54,10 @@ def test_a_message_is_continued(chat):
         ({"chat_template_kwargs": []}, "chat_template_kwargs must be an object, not []"),
         ({"reasoning_effort": "high"}, "reasoning_effort must be 'none' for this model: the chat template does not"),
         ({"reasoning_effort": "none"}, "reasoning_effort must not be 'none': the chat template does not read it"),
-        ({"reasoning_effort": "huge"}, "reasoning_effort must be 'none', 'minimal', 'low', 'medium' or 'high', not"),
+        (
+            {"reasoning_effort": "huge"},
+            "reasoning_effort must be 'none', 'minimal', 'low', 'medium', 'high', 'xhigh' or",
+        ),
     ],
 )
 def test_what_a_template_does_not_do_is_refused(chat, fields, message):

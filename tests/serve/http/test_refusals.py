@@ -1,5 +1,7 @@
 """What the server refuses: each with its status, in OpenAI's format, and nothing of it is left."""
 
+import json
+
 import httpx
 import pytest
 
@@ -9,6 +11,8 @@ from tests.serve.http.conftest import wait_until
 
 COMPLETION = {"model": "micro", "prompt": "a"}
 CHAT = {"model": "micro", "messages": [{"role": "user", "content": "a"}]}
+RESPONSE = {"model": "micro", "input": "a"}
+PART = {"type": "text", "text": "a"}
 ANSWER = {"role": "assistant", "content": "a"}
 
 
@@ -111,7 +115,20 @@ def test_a_body_that_is_no_json_object(served, body, message):
         ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": 1}]}, "messages.0.content",
          "messages.0.content must be a text, or a list of parts that are text"),
         ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-         "messages.0.content", "messages.0.content must be a text, or a list of parts that are text"),
+         "messages.0.content.0.type", "messages.0.content.0.type must be 'text', not 'image_url'"),
+        ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": [{**PART, "text": None}]}]},
+         "messages.0.content.0.text", "messages.0.content.0.text must be a text, not null"),
+        ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": [{**PART, "a": 1}]}]},
+         "messages.0.content.0.a", "messages.0.content.0.a is unknown, or not supported here"),
+        ("chat/completions", {**CHAT, "tool_choice": "zz"}, "tool_choice",
+         """tool_choice must be 'none', 'auto', 'required', or {"type": "function", "function": {"name": NAME}}"""),
+        ("responses", {**RESPONSE, "tool_choice": "zz"}, "tool_choice",
+         """tool_choice must be 'none', 'auto', 'required', or {"type": "function", "name": NAME}"""),
+        ("responses", {**RESPONSE, "input": 5}, "input", "input must be a text, or a list of items"),
+        ("responses", {**RESPONSE, "input": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+         "input.0.content.0.type", "input.0.content.0.type must be 'input_text' or 'output_text', not 'text'"),
+        ("responses", {**RESPONSE, "structured_outputs": {"choice": ["a"]}, "text": {"format": {"type": "text"}}},
+         "structured_outputs", "structured_outputs and text.format are both given: give one of them"),
         ("chat/completions", {**CHAT, "messages": [{"role": "user"}]}, "messages.0.content",
          "messages.0.content must be a text, or a list of parts that are text"),
         ("chat/completions", {**CHAT, "messages": [{"role": "system", "content": None}]}, "messages.0.content",
@@ -137,6 +154,8 @@ def test_a_body_that_is_no_json_object(served, body, message):
         ("chat/completions", {**CHAT, "stream": True, "stream_options": {"include_obfuscation": True}},
          "stream_options.include_obfuscation", "stream_options.include_obfuscation must be false, not true"),
         ("chat/completions", {**CHAT, "top_logprobs": 2}, "top_logprobs", "top_logprobs needs logprobs true"),
+        ("chat/completions", {**CHAT, "include_reasoning": False}, "include_reasoning",
+         "include_reasoning must be true or null, not false"),
     ],
 )  # fmt: skip
 def test_a_field_that_is_wrong_or_not_supported(served, path, body, param, message):
@@ -154,11 +173,43 @@ def test_a_field_that_is_wrong_or_not_supported(served, path, body, param, messa
         ("chat/completions", {**CHAT, "modalities": ["text"], "verbosity": "medium", "reasoning_effort": "none"}),
         ("chat/completions", {**CHAT, "reasoning_effort": None, "prediction": None, "web_search_options": None}),
         ("chat/completions", {**CHAT, "functions": [], "function_call": "none", "audio": None, "verbosity": None}),
+        ("chat/completions", {**CHAT, "top_logprobs": 0, "include_reasoning": True, "separate_reasoning": True}),
+        ("responses", {**RESPONSE, "top_logprobs": 0, "include_reasoning": True, "stream_options": {}}),
+        (
+            "completions",
+            {
+                **COMPLETION,
+                "structured_outputs": {
+                    "choice": ["a"],
+                    "disable_any_whitespace": False,
+                    "whitespace_pattern": None,
+                    "structural_tag": None,
+                },
+            },
+        ),
     ],
 )
 def test_a_value_that_changes_nothing_is_accepted(served, path, body):
-    response = post(served, path, {**body, "max_tokens": 1})
+    limit = "max_output_tokens" if path == "responses" else "max_tokens"
+    response = post(served, path, {**body, limit: 1})
     assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        ("responses", "metadata", '{"a": [0, {"b": NaN}]}'),
+        ("completions", "metadata", '{"a": [0, {"b": 1e999}]}'),
+        ("chat/completions", "chat_template_kwargs", '{"a": [0, {"b": -Infinity}]}'),
+    ],
+)
+def test_a_number_that_is_none_is_refused_wherever_it_is(served, path, field, value):
+    body = {"responses": RESPONSE, "completions": COMPLETION, "chat/completions": CHAT}[path]
+    content = json.dumps(body).removesuffix("}") + f', "{field}": {value}}}'
+    headers = {"content-type": "application/json"}
+    error = error_of(httpx.post(f"{served.url}/v1/{path}", content=content, headers=headers), 400)
+    assert error["param"] == f"{field}.a.1.b"
+    assert error["message"].startswith(f"{field}.a.1.b must be finite, not")
 
 
 def test_fields_of_an_answer_that_are_empty_are_history(served):
@@ -235,6 +286,7 @@ def test_a_body_that_is_not_announced_as_json(served):
 def test_unknown_paths_and_methods(served):
     assert error_of(httpx.get(f"{served.url}/v1/embeddings"), 404)["message"] == "Not Found"
     assert error_of(httpx.get(f"{served.url}/v1/completions"), 405)["message"] == "Method Not Allowed"
+    assert error_of(post(served, "responses/input_tokens", RESPONSE), 404)["message"] == "Not Found"
 
 
 @pytest.mark.parametrize(("given", "status"), [("one", 200), ("two", 200), ("three", 401), (None, 401)])

@@ -239,7 +239,7 @@ def test_a_response_repeats_its_tools(respond):
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0.type",
          "input.0.type must be 'message', 'reasoning', 'function_call', 'function_call_output', not 'item_reference'"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]},
-         "input.0.content", "input.0.content must be a text, or a list of parts that are text"),
+         "input.0.content.0.type", "input.0.content.0.type must be 'input_text' or 'output_text', not 'input_image'"),
         ({"input": [{"role": "user"}]}, "input.0.content", "input.0.content is missing"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "tools.0.type must be 'function', not 'web_search'"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "go"}}, "tool_choice",
