@@ -254,7 +254,8 @@ class Engine:
                 request.matcher = compiled.result()
             except (GrammarError, ImportError) as error:
                 self._remove(request, FinishReason.ERROR)
-                outputs.append(Output(request_id, finish_reason=FinishReason.ERROR, error=f"grammar: {error}"))
+                why = f"grammar: {error}"
+                outputs.append(Output(request_id, finish_reason=FinishReason.ERROR, error=why, is_request_error=True))
         return outputs
 
     def update_weights(self, in_flight: InFlight = "finish") -> list[Output]:
@@ -721,12 +722,14 @@ class Engine:
         length, version, has_old_latents = len(tokens), self.weights_version, request.has_old_latents
         text = ""
         reason = error = None
+        is_request_error = False
         stopped_by: str | int | None = None
         end_logprobs: TokenLogprobs | None = None
         for i, token in enumerate(chosen):
             if token < 0:
                 reason, error = FinishReason.ERROR, why or _describe_logits(token, request)
-                if not _forbids_all(token, request):  # latents of NaN would be shared with who asks again
+                is_request_error = _forbids_all(token, request)
+                if not is_request_error:  # latents of NaN would be shared with who asks again
                     self._scheduler.unshare(request)
                 break
             if (is_end := token in self._end_tokens and not sampling.ignore_eos) or token in sampling.stop_token_ids:
@@ -737,7 +740,7 @@ class Engine:
                 try:
                     request.matcher.consume(token)
                 except GrammarError as grammar_error:
-                    reason, error = FinishReason.ERROR, f"grammar: {grammar_error}"
+                    reason, error, is_request_error = FinishReason.ERROR, f"grammar: {grammar_error}", True
                     break
             tokens.append(token)
             text += stream.add(token, may_stop=request.n_generated > sampling.min_tokens)
@@ -765,7 +768,7 @@ class Engine:
         return Output(
             request.id, tuple(tokens[length:]), text, tuple(logprobs[: len(tokens) - length]), reason, error, version,
             has_old_latents, prompt_logprobs, request.n_cached, stopped_by, end_logprobs, request.drafted_tokens,
-            request.accepted_tokens,
+            request.accepted_tokens, is_request_error,
         )  # fmt: skip
 
     def _remove(self, request: Request, reason: FinishReason) -> None:

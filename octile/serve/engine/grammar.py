@@ -44,6 +44,7 @@ BLANKS = r"(\n[ \t]{0,32}| )?"  # between two parts of JSON: those of pretty-pri
 MAX_MULTIPLE = 100_000  # a parser has a state for each remainder: 70 MB and 0.6 s
 MULTIPLE_OF = re.compile(r"""multipleOf\\*"\s*:\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)""")
 ESCAPED = re.compile(r"\\+u([0-9a-fA-F]{4})")
+MAX_MESSAGE = 300  # characters of what llguidance says, which may repeat a whole grammar
 NO_FORCING = '%llguidance {"no_forcing": true}\n'
 
 
@@ -115,7 +116,10 @@ def _version(package: str) -> str:
 
 
 def _in_one_line(message: str) -> str:
-    return " ".join(message.split())
+    """What llguidance says, without the state of its parser."""
+    if message.startswith("NoExtensionBias"):
+        return "no text can follow it"
+    return " ".join(message.partition("<state>")[0].split())[:MAX_MESSAGE]
 
 
 class GrammarError(ValueError):
@@ -229,6 +233,8 @@ class GrammarCompiler:
         if any(name in decoded for name in self._special_names):
             grammar = _without_forcing(grammar)
         found = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
+        if not found.is_error():
+            found.compute_bitmask()  # some errors are found with the first one
         if found.is_error():
             raise GrammarError(_in_one_line(found.get_error()))
         return found

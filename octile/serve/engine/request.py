@@ -211,6 +211,7 @@ class Output(NamedTuple):
             one of stop_token_ids.
         drafted_tokens, accepted_tokens: draft tokens that were verified for the request so far, and those of them that
             were accepted and are among its tokens.
+        is_request_error: whether the error is that of the request, as of a grammar that no token can follow.
     """
 
     request_id: int
@@ -227,6 +228,7 @@ class Output(NamedTuple):
     end_logprobs: TokenLogprobs | None = None
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    is_request_error: bool = False
 
 
 class PromptLatents(Protocol):

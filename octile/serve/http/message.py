@@ -39,10 +39,13 @@ class MessageParser:
     Args:
         reasoning: the parser of its thought; None: thoughts are not divided from the answer.
         tools: the parser of calls, which are in the answer; None: they are not divided from it.
+        must_call: whether the answer is calls alone: blanks between its thought and them are left out.
     """
 
-    def __init__(self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None):
-        self._reasoning, self._tools = reasoning, tools
+    def __init__(
+        self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None, must_call: bool = False
+    ):
+        self._reasoning, self._tools, self._must_call = reasoning, tools, must_call
 
     @property
     def has_calls(self) -> bool:
@@ -52,13 +55,19 @@ class MessageParser:
     def push(self, text: str) -> Delta:
         """Take the next piece of the text, and return what is certain now."""
         thought, answer = ("", text) if self._reasoning is None else self._reasoning.push(text)
-        return Delta(thought, answer) if self._tools is None else Delta(thought, *self._tools.push(answer))
+        return self._delta(thought, answer)
 
     def end(self) -> Delta:
         """Return what was held back, at the end of the text."""
         thought, answer = ("", "") if self._reasoning is None else self._reasoning.end()
-        last = Delta(thought, answer) if self._tools is None else Delta(thought, *self._tools.push(answer))
+        last = self._delta(thought, answer)
         return last if self._tools is None else Delta.joined(last, Delta("", *self._tools.end()))
+
+    def _delta(self, thought: str, answer: str) -> Delta:
+        if self._tools is None:
+            return Delta(thought, answer)
+        content, calls = self._tools.push(answer)
+        return Delta(thought, "" if self._must_call and content.isspace() else content, calls)
 
     def whole(self, text: str) -> dict[str, Any]:
         """The fields of the message that a whole text is; content is null if there is something else alone."""

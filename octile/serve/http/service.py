@@ -296,7 +296,8 @@ class Service:
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         is_bound = body.format_field or body.has_bound_calls
         grammar = self._grammars.of_message(body, rendered, form) if is_bound else ""
-        given = self._defaults, self._bad_words(body), grammar, self.chat.stop
+        stop = () if grammar else self.chat.stop  # a text may follow its grammar to the end
+        given = self._defaults, self._bad_words(body), grammar, stop
         choices = [body.sampling(new_tokens, logprobs, i, *given) for i in range(body.n or 1)]
         if form is not None or self._parsers.reasoning:  # tags may be special tokens
             choices = [replace(choice, skip_special_tokens=False) for choice in choices]
@@ -308,6 +309,7 @@ class Service:
             return MessageParser(
                 ReasoningParser(rendered.thought is Thought.BEGUN) if self._parsers.reasoning else None,
                 ToolParser(form, body.parallel_tool_calls is not False) if form is not None else None,
+                body.must_call,
             )
 
         return prompt, requests, make_parser if divides else None
@@ -449,7 +451,8 @@ class Service:
             write: takes outputs after the first ones as they come, if it can; see `Stream.write`.
 
         Raises:
-            ApiError: 500, the engine fails; 503, it is stopped; 504, time is over.
+            ApiError: 400, no token can follow what the request asks for; 500, the engine fails; 503, it is stopped;
+                504, time is over.
         """
         stream: Stream | None = None
         try:
@@ -460,6 +463,8 @@ class Service:
                 if not new:
                     return
                 for index, output in new:
+                    if output.is_request_error:
+                        raise ApiError(400, f"choice {index} cannot be continued: {output.error}")
                     if output.finish_reason is FinishReason.ERROR:
                         raise ApiError(500, f"the engine failed in choice {index}: {output.error}", headers=NEVER_RETRY)
                     if output.finish_reason is FinishReason.CANCELED:

@@ -269,6 +269,7 @@ def test_what_nothing_may_follow_is_an_error_of_its_request(tokenizer):
     engine.add([1], sampling)
     ((_, _, last),) = run(engine).values()
     assert last.error.startswith("no token may come next: the grammar, bad_words or min_tokens forbid all")
+    assert last.is_request_error
 
 
 def test_masks_after_drafts_are_those_after_tokens(compiler, tokenizer):
@@ -311,12 +312,28 @@ def test_what_is_no_grammar_is_refused(compiler, grammar):
         compiler.start(grammar).result()
 
 
+ENDLESS = {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+
+
+@pytest.mark.parametrize("grammar", [json_schema(ENDLESS), context_free("root ::= root")])
+def test_a_grammar_without_a_text_is_refused(compiler, grammar):
+    with pytest.raises(GrammarError, match=r"^no text can follow it$"):
+        compiler.compile(grammar)
+
+
+def test_errors_do_not_repeat_a_whole_grammar(compiler):
+    with pytest.raises(GrammarError) as caught:
+        compiler.compile("start: " + 1000 * "(" + '"a"' + 1000 * ")")
+    assert len(str(caught.value)) <= 300
+
+
 def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(tokenizer):
     engine = Engine(FakeRunner(vocab_size=330), tokenizer, EngineConfig(max_batch=4, max_step_tokens=32))
     engine.add([1], Sampling(5, ignore_eos=True, grammar="start: ("))
     engine.add([1, 2], Sampling(5, ignore_eos=True))
     found = run(engine)
     assert found[0][2].error.startswith("grammar: ")
+    assert found[0][2].is_request_error
     assert (len(found[1][0]), found[1][2].error) == (5, None)
     assert (engine.stats().failed, engine.stats().used_pages) == (1, 0)
 

@@ -82,6 +82,13 @@ def test_a_chat_follows_a_schema(client, n):
     assert all(is_trip(choice.message.content) for choice in answer.choices)
 
 
+def test_the_plain_template_does_not_cut_a_text_that_follows_a_grammar(client):
+    text = "a\n\nUser: b"
+    body = {"structured_outputs": {"choice": [text]}}
+    answer = client.chat.completions.create(model="micro", messages=MESSAGES, extra_body=body)
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (text, "stop")
+
+
 def test_a_streamed_chat_follows_a_schema(client):
     chunks = client.chat.completions.create(
         model="micro", messages=MESSAGES, response_format=schema_format(), max_tokens=200, seed=2, stream=True
@@ -147,7 +154,9 @@ def test_the_format_text_is_any_text(served):
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice",
          "structured_outputs.choice must be a list of at least 1, not []"),
         ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag",
-         "structured_outputs.structural_tag is unknown, or not supported here"),
+         "structured_outputs.structural_tag must be null, not 'a'"),
+        ({"structured_outputs": {"regex": '"'}, "bad_words": ['"']}, None,
+         "choice 0 cannot be continued: no token may come next: the grammar, bad_words or min_tokens forbid all"),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}}, "structured_outputs",
          "structured_outputs and response_format are both given: give one of them"),
         ({"structured_outputs": {"regex": "a"}, "min_tokens": 3}, "min_tokens",
@@ -206,6 +215,7 @@ def test_a_required_call_comes_after_a_thought(chat):
         likely, tools=[TRIP], tool_choice="required", parallel_tool_calls=False, extra_body=THINKING
     ).choices
     assert are_valid(choice.message.tool_calls)
+    assert choice.message.content is None
 
 
 def test_strict_calls_follow_their_schemas(chat):

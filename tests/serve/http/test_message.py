@@ -29,9 +29,9 @@ CALL = '[[<call>add:{"a": 1}</call>]]'
 FIELDS = {"id": "id", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
 
-def calling(is_inside: bool = True) -> MessageParser:
+def calling(is_inside: bool = True, must_call: bool = False) -> MessageParser:
     form = CallFormat("[[", "]]", "<call>", "</call>", lambda body: CallText(*body.split(":", 1), id="id"))
-    return MessageParser(ReasoningParser(is_inside), ToolParser(form))
+    return MessageParser(ReasoningParser(is_inside), ToolParser(form), must_call)
 
 
 def test_a_message_with_a_thought_an_answer_and_a_call():
@@ -42,6 +42,14 @@ def test_a_message_with_a_thought_an_answer_and_a_call():
 def test_the_content_of_a_message_with_calls_alone_is_null():
     message = {"reasoning_content": None, "content": None, "tool_calls": [FIELDS]}
     assert calling(is_inside=False).whole(CALL) == message
+
+
+def test_blanks_between_a_thought_and_calls_that_are_required_are_left_out():
+    parser = calling(must_call=True)
+    assert parser.push(f"why</think>\n\n{CALL}").fields() == {
+        "reasoning_content": "why",
+        "tool_calls": [{"index": 0, **FIELDS}],
+    }
 
 
 def test_a_call_within_a_thought_belongs_to_the_thought():
