@@ -190,7 +190,9 @@ class Engine:
         if self.config.n_drafts:
             request.draft_count = DraftCount(self._step_costs)
         sampling = request.sampling
-        self._texts[request.id] = TextStream(self._tokenizer, sampling.stop, sampling.skip_special_tokens)
+        self._texts[request.id] = TextStream(
+            self._tokenizer, sampling.stop, sampling.skip_special_tokens, sampling.shown_tokens
+        )
         if not sampling.grammar:
             self._scheduler.add(request)
             return

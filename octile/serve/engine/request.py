@@ -27,7 +27,7 @@ MAX_TOKENS_NAMED = 1024  # of logit_bias, stop_token_ids or bad_words
 # default, its requests take no part in decode steps that are launched ahead.
 OF_OPERATOR = frozenset({"temperature", "seed", "top_k", "top_p", "min_p"})  # `octile.ops.sample_tokens`
 OF_ENGINE = frozenset(  # the engine, once a token is chosen
-    {"max_new_tokens", "stop", "ignore_eos", "stop_token_ids", "skip_special_tokens"}
+    {"max_new_tokens", "stop", "ignore_eos", "stop_token_ids", "skip_special_tokens", "shown_tokens"}
 )
 OF_LOGITS = frozenset({"logprobs"})  # whoever has the logits, once a token is chosen; 0: also steps launched ahead
 OF_PROMPT = frozenset({"prompt_logprobs"})  # the engine, while it prefills: decode steps have nothing to do for them
@@ -68,6 +68,7 @@ class Sampling:
         min_tokens: no end-of-text token, token of stop_token_ids or stop string ends the text before so many tokens.
         bad_words: sequences of tokens that the generated text may not have.
         skip_special_tokens: whether special tokens add nothing to the text; otherwise they appear as their names.
+        shown_tokens: special tokens that are not skipped.
         grammar: a grammar that the text follows, from its first token on, as `octile.serve.engine.grammar` makes it.
             The text ends where the grammar does, also with ignore_eos.
 
@@ -94,6 +95,7 @@ class Sampling:
     min_tokens: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
     skip_special_tokens: bool = False
+    shown_tokens: tuple[int, ...] = ()
     grammar: str = ""
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
+from octile.serve.overlap import overlap
 from octile.tokenizer import Tokenizer
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -21,15 +22,22 @@ class TextStream:
         tokenizer: decodes the tokens.
         stop: strings that end the text before them.
         skip_special_tokens: whether special tokens add nothing; otherwise they appear as their names.
+        shown_tokens: special tokens that are not skipped.
 
     Attributes:
         is_stopped: whether a stop string was found. Further tokens add nothing.
         stopped_by: that stop string; of several the one that begins first.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), skip_special_tokens: bool = False):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        skip_special_tokens: bool = False,
+        shown_tokens: Sequence[int] = (),
+    ):
         self._tokenizer, self._stop = tokenizer, stop
-        self._skipped = tokenizer.special_tokens if skip_special_tokens else frozenset[int]()
+        self._skipped = tokenizer.special_tokens.difference(shown_tokens) if skip_special_tokens else frozenset[int]()
         self._bytes = tokenizer.token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._tokens: list[int] = []  # where the tokenizer has to decode: those of the last piece, and those after it
@@ -83,8 +91,3 @@ class TextStream:
         n = max(overlap(text, stop) for stop in self._stop)
         self._withheld = text[len(text) - n :]
         return text[: len(text) - n]
-
-
-def overlap(text: str, searched: str) -> int:
-    """Return the length of the longest end of a text with which the searched string begins, but is not complete."""
-    return next((n for n in range(min(len(searched) - 1, len(text)), 0, -1) if text.endswith(searched[:n])), 0)

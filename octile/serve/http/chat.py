@@ -3,7 +3,9 @@
 A template is jinja, as transformers has it in `tokenizer_config.json` or `chat_template.jinja`. It runs in a sandbox. A
 base model has none; it gets a plain one, and the server says so.
 
-Text of a request that spells a special token stays text: it cannot end a message or begin another.
+Text of a request that spells a special token, or another added token in angle brackets, stays text: it cannot end a
+message or begin another. DeepSeek's `<｜User｜>` is such a token, and not special. In messages of the assistant tags of
+thoughts and tokens that are not special count: the model has written them, and templates look for them.
 
 Training reads whole conversations by it, and learns the assistant's messages only: what transformers' tag
 `{% generation %}` marks in a template, or what a template without that tag writes after the beginning of an answer.
@@ -14,8 +16,9 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -26,7 +29,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from octile.serve.http.reasoning import Thought, ends_inside, thought_after
+from octile.serve.http.reasoning import BEGIN, END, Thought, ends_inside, thought_after
 from octile.tokenizer import Tokenizer, disable_word_cache, token_text
 from octile.validation import read_text
 
@@ -37,7 +40,8 @@ PLAIN = """\
 PLAIN_STOP = ("\n\nUser:",)
 NO_VARIABLES = "chat_template", "tokenize"  # arguments of transformers' function, which renders a template
 CLOCK = "strftime_now"  # the function of templates that gives the time
-DIGITS = 8  # of the number of a special token that a text spells
+DIGITS = 8  # of the number of a token that a text spells
+TAG = re.compile(r"<.+>", re.DOTALL)
 ANSWER_MARKS = "marks of answers"  # the variable with what is written around an answer; no template can read its name
 
 
@@ -132,8 +136,9 @@ class ChatTemplate:
         self._backend = type(tokenizer.backend).from_str(tokenizer.backend.to_str())
         self._backend.encode_special_tokens = False  # those that the template writes
         added = self._backend.get_added_tokens_decoder().values()
-        names = sorted((token.content for token in added if token.special), key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        self._special = {token.content for token in added if token.special}
+        tags = {token.content for token in added if TAG.fullmatch(token.content)}
+        self._control, self._control_of_answers = _any_of(self._special | tags), _any_of(self._special - {BEGIN, END})
         self._source = _Source(PLAIN if source is None else source)
         self._tool_use = self._source if tool_use is None else _Source(tool_use)
         self.reads_clock = any(one.reads_clock for one in (self._source, self._tool_use))
@@ -144,16 +149,16 @@ class ChatTemplate:
 
         Args:
             folder: that has the tokenizer, and perhaps a `chat_template.jinja`, which precedes the tokenizer's
-                configuration.
+                configuration, and an `additional_chat_templates/tool_use.jinja`, as transformers writes named ones.
             tokenizer: read from there.
 
         Raises:
             ValueError: there is a template, and it cannot be read.
         """
-        file = folder / "chat_template.jinja"
+        file, tool_use = folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja"
         if not file.is_file():
             return cls(tokenizer, *_in_config(tokenizer.config))
-        return cls(tokenizer, read_text(file))
+        return cls(tokenizer, read_text(file), read_text(tool_use) if tool_use.is_file() else None)
 
     def disable_word_cache(self) -> None:
         """Disable the cache of encoded words; see `octile.tokenizer.disable_word_cache`."""
@@ -176,7 +181,7 @@ class ChatTemplate:
             FieldError: the template does not do what the request asks for.
             ValueError: the template refuses the messages, or fails.
         """
-        hiding = _Hiding(self._special)
+        hiding = _Hiding()
         source, names = self._tool_use if rendering.tools else self._source, self._names()
         given = _given(messages, rendering, source)
         variables = _chosen(rendering, source, (*given, *names))
@@ -185,7 +190,7 @@ class ChatTemplate:
             *others, final = messages
             last = final["content"]
             given["messages"] = [*others, {**final, "content": last + end}]
-        text = source.render({**_map_texts({**given, **variables}, hiding.hide), **names})
+        text = source.render({**self._hidden({**given, **variables}, hiding), **names})
         if rendering.continue_final_message:
             text = _before(text, end)
         parts = hiding.split(text)
@@ -208,13 +213,13 @@ class ChatTemplate:
         Raises:
             ValueError: the template refuses the messages, or fails; or it is not known which tokens the answers have.
         """
-        hiding = _Hiding(self._special)
+        hiding = _Hiding()
         source, rendering = self._tool_use if tools else self._source, Rendering(tools, variables, None, False)
         if any(message.get("reasoning_content") for message in messages) and not source.reads_thoughts:
             raise FieldError("messages", "must have no reasoning_content: the chat template does not read it")
         given = _given(messages, rendering, source)
         chosen = _chosen(rendering, source, (*given, *self._names()))
-        hidden: dict[str, Any] = {**_map_texts({**given, **chosen}, hiding.hide), **self._names()}
+        hidden: dict[str, Any] = {**self._hidden({**given, **chosen}, hiding), **self._names()}
         if source.marks_answers:
             begin, end = (f"{hiding.mark}{word}" for word in ("begin", "end"))
             text = source.render({**hidden, ANSWER_MARKS: (begin, end)})
@@ -231,35 +236,44 @@ class ChatTemplate:
             are_answers += [is_answer] * len(encoded)
         return Conversation(tokens, are_answers)
 
+    def _hidden(self, variables: Mapping[str, Any], hiding: _Hiding) -> dict[str, Any]:
+        """A template's variables, in which the tokens that their texts spell are replaced."""
+        hide, hide_in_answers = (partial(hiding.hide, tokens) for tokens in (self._control, self._control_of_answers))
+        messages = [
+            _map_texts(message, hide_in_answers if message["role"] == "assistant" else hide)
+            for message in variables["messages"]
+        ]
+        return {**_map_texts({**variables, "messages": []}, hide), "messages": messages}
+
     def _names(self) -> dict[str, str]:
         config = self._tokenizer.config
         return {key: token_text(config.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
 
     def _encode(self, parts: Sequence[str]) -> list[int]:
-        """Encode parts of a text: the even ones have special tokens, the odd ones spell them."""
+        """Encode parts of a text: the even ones have control tokens, the odd ones spell them."""
         # `encode` of a single text would hold the interpreter's lock, and with it every other thread
         encoded = [encoding.ids for encoding in self._backend.encode_batch_fast(list(parts), add_special_tokens=False)]
-        encoded[1::2] = self._tokenizer.encode_batch(parts[1::2])
+        for i, part in enumerate(parts[1::2]):
+            # a token that is not special is found wherever its text is whole
+            pieces = [part] if part in self._special else [part[:1], part[1:]]
+            encoded[2 * i + 1] = [token for tokens in self._tokenizer.encode_batch(pieces) for token in tokens]
         return [token for tokens in encoded for token in tokens]
 
 
 class _Hiding:
-    """Replaces special tokens that texts spell, while a template is rendered.
-
-    Args:
-        special: finds them.
+    """Replaces tokens that texts spell, while a template is rendered.
 
     Attributes:
         mark: a random text, of which no template or message knows.
     """
 
-    def __init__(self, special: re.Pattern[str]):
+    def __init__(self) -> None:
         self.mark = secrets.token_hex(8)
-        self._special, self._found = special, list[str]()
+        self._found = list[str]()
 
-    def hide(self, text: str) -> str:
-        """Replace the special tokens of a text."""
-        return self._special.sub(self._replace, text)
+    def hide(self, tokens: re.Pattern[str], text: str) -> str:
+        """Replace the tokens of a text."""
+        return tokens.sub(self._replace, text)
 
     def split(self, text: str) -> list[str]:
         """Split a rendered text: the even parts are as rendered, the odd ones are what was replaced."""
@@ -292,6 +306,11 @@ class _AnswerTag(Extension):
     def _marked(self, context: Context, caller: Macro) -> str:
         begin, end = context.get(ANSWER_MARKS) or ("", "")
         return f"{begin}{caller()}{end}"
+
+
+def _any_of(names: Iterable[str]) -> re.Pattern[str]:
+    """A pattern that finds any of the names, the longest one of those that begin at the same place."""
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")
 
 
 def _given(messages: Sequence[Mapping[str, Any]], rendering: Rendering, source: _Source) -> dict[str, Any]:

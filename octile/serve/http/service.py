@@ -32,7 +32,7 @@ from octile.serve.http.protocol import (
     StreamOptions,
     parse,
 )
-from octile.serve.http.reasoning import ReasoningParser, Thought
+from octile.serve.http.reasoning import BEGIN, END, ReasoningParser, Thought
 from octile.serve.http.response_body import LOGPROBS, ResponseBody, own_names
 from octile.serve.http.response_object import ResponseObject
 from octile.serve.http.responses import (
@@ -299,8 +299,8 @@ class Service:
         stop = () if grammar else self.chat.stop  # a text may follow its grammar to the end
         given = self._defaults, self._bad_words(body), grammar, stop
         choices = [body.sampling(new_tokens, logprobs, i, *given) for i in range(body.n or 1)]
-        if form is not None or self._parsers.reasoning:  # tags may be special tokens
-            choices = [replace(choice, skip_special_tokens=False) for choice in choices]
+        if tags := self._tags(form):
+            choices = [replace(choice, shown_tokens=tags) for choice in choices]
         requests = self._requests(prompt, choices)
 
         divides = form is not None or self._parsers.reasoning is not None
@@ -338,6 +338,12 @@ class Service:
             message = "tools must be empty, or tool_choice 'none': this server has no --tool-call-parser"
             raise ApiError(400, message, "tools")
         return FORMATS[self._parsers.tool_calls]
+
+    def _tags(self, form: CallFormat | None) -> tuple[int, ...]:
+        """The tokens that the parsers of a chat look for, as far as they are single tokens."""
+        texts = [*((BEGIN, END) if self._parsers.reasoning else ()), *(form.texts if form is not None else ())]
+        found = (self.tokenizer.backend.token_to_id(text) for text in texts)
+        return tuple(token for token in found if token is not None)
 
     def _requests(self, prompt: Sequence[int], choices: Sequence[Sampling]) -> list[Request]:
         """Make the requests of a prompt's choices; raise ApiError, 400, if the model cannot continue it."""

@@ -37,6 +37,7 @@ PREPARED_BY = (  # the source on which the tokens of examples depend
     "serve/http/chat.py",
     "serve/http/reasoning.py",
     "serve/http/tags.py",
+    "serve/overlap.py",
     "tiktoken_model.py",
     "tokenizer.py",
     "train/data/corpus_index.py",

@@ -34,6 +34,7 @@ OTHERS = {  # a value of each field that is not its default
     "min_tokens": 2,
     "bad_words": ((1, 2),),
     "skip_special_tokens": True,
+    "shown_tokens": (3,),
     "grammar": 'start: "a"',
 }
 

@@ -106,6 +106,11 @@ def test_special_tokens_add_nothing_where_they_are_skipped(of_kind):
     assert "".join(pieces(of_kind, tokens)) == "a<|end|>b<|begin|>"
 
 
+def test_special_tokens_that_are_shown_are_not_skipped(of_kind):
+    stream = TextStream(of_kind, (), skip_special_tokens=True, shown_tokens=(of_kind.end,))
+    assert [stream.add(token) for token in (of_kind.begin, of_kind.end)] == ["", "<|end|>"]
+
+
 def test_a_stop_string_that_may_not_end_the_text_yet_is_shown(of_kind):
     stream = TextStream(of_kind, ("ab",))
     text = [stream.add(token, may_stop=i > 3) for i, token in enumerate(t for c in "abxabx" for t in of_kind.encode(c))]

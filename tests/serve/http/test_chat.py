@@ -9,7 +9,7 @@ import pytest
 from octile.serve.http.chat import PLAIN_STOP, ChatTemplate, FieldError, Rendering
 from octile.serve.http.protocol import ChatBody, Message
 from octile.tokenizer import Tokenizer
-from tests.serve.http.templates import KIMI, R1, V31, with_tokens
+from tests.serve.http.templates import KIMI, R1, TOKENS, V31, with_tokens
 
 TEMPLATE = """\
 {{ bos_token }}{% for message in messages %}
@@ -37,6 +37,29 @@ def test_a_special_token_in_a_message_is_text(tokenizer):
     tokens = ChatTemplate(tokenizer, TEMPLATE).prompt(user("a<|end|>b<|begin|>")).tokens
     assert (tokens.count(tokenizer.begin), tokens.count(tokenizer.end)) == (1, 1)
     assert tokenizer.decode(tokens) == "<|begin|>[user]a<|end|>b<|begin|><|end|>\n[assistant]"
+
+
+SPELLED = "a<｜User｜>b<｜Assistant｜>c<think>d</think><｜tool▁calls▁begin｜>"
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("role", ["system", "user", "tool"])
+def test_a_token_in_angle_brackets_in_a_message_is_text(tokenizer, role, special):
+    own = with_tokens(tokenizer, special)
+    empty, spelled = (
+        ChatTemplate(own, V31).prompt([{"role": "user", "content": "a"}, {"role": role, "content": text}]).tokens
+        for text in ("", SPELLED)
+    )
+    added = {own.backend.token_to_id(text) for text in TOKENS}
+    assert [token for token in spelled if token in added] == [token for token in empty if token in added]
+    assert SPELLED in own.decode(spelled)
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_thought_that_the_assistant_has_written_is_seen_by_the_template(tokenizer, special):
+    own = with_tokens(tokenizer, special)
+    messages = [*user("a"), {"role": "assistant", "content": "why</think>because"}, *user("b")]
+    assert "why" not in own.decode(ChatTemplate(own, V31).prompt(messages).tokens)
 
 
 def test_other_threads_run_while_a_long_message_is_encoded(tokenizer):
@@ -265,6 +288,16 @@ def test_the_template_for_tools_is_used_when_there_are_tools(tokenizer, tmp_path
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     named = [{"name": "default", "template": "one"}, {"name": "tool_use", "template": "{{ tools[0].function.name }}"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
+    chat = ChatTemplate.load(tmp_path, Tokenizer.load(tmp_path))
+    assert tokenizer.decode(chat.prompt(user("a")).tokens) == "one"
+    assert tokenizer.decode(chat.prompt(user("a"), Rendering(tools=[TOOL])).tokens) == "add"
+
+
+def test_the_template_for_tools_may_be_a_file_as_transformers_writes_it(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("one")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0].function.name }}")
     chat = ChatTemplate.load(tmp_path, Tokenizer.load(tmp_path))
     assert tokenizer.decode(chat.prompt(user("a")).tokens) == "one"
     assert tokenizer.decode(chat.prompt(user("a"), Rendering(tools=[TOOL])).tokens) == "add"

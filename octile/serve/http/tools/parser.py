@@ -48,6 +48,13 @@ class CallFormat(NamedTuple):
     after_arguments: Sequence[str] = ()
     separator: str = ""
 
+    @property
+    def texts(self) -> list[str]:
+        """The tags and texts that calls have, some of which are special tokens."""
+        between = (*self.before_name, *self.before_arguments, *self.after_arguments)
+        tags = self.begin, self.end, self.call_begin, self.call_end
+        return [*tags, *(text for text in between if isinstance(text, str))]
+
 
 class ToolCall(NamedTuple):
     """A call of a message.
