@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -36,9 +36,10 @@ from octile.train.data.packed_tokens import tokens_of
 from octile.train.data.token_store import TokenStore
 from octile.train.run.deterministic import deterministic
 from octile.train.run.folder import RunFolder
-from octile.train.run.metrics import MetricsWriter, read_lines
+from octile.train.run.metrics import Metrics, MetricsWriter, read_lines
 from octile.train.run.recorder import RunHook, StepContext
 from octile.train.run.resume import check_settings
+from octile.train.step.progress import Progress
 from octile.train.trainer import Trainer
 
 
@@ -173,10 +174,31 @@ def restore_switches(trainer: Trainer, run: RunFolder, after: int, up_to: int) -
 
 def _guards(run: RunFolder, after: int, up_to: int) -> Iterator[dict[str, Any]]:
     """Yield the events of guards in metrics.jsonl after one step and up to another."""
-    for line in read_lines(run.metrics_file) if run.metrics_file.exists() else []:
+    for line in _metrics(run):
         guard = line.get("guard")
         if guard and after < line["step"] <= up_to:
             yield guard
+
+
+def _metrics(run: RunFolder) -> list[Metrics]:
+    return read_lines(run.metrics_file) if run.metrics_file.exists() else []
+
+
+def _check_schedules(config: TrainConfig, recorded: Mapping[int, Metrics], steps: Iterable[int]) -> None:
+    """Check that the configuration gives steps the values of its schedules that the run did them with.
+
+    Raises:
+        ValueError: it does not, since a resumed run had another number of steps.
+    """
+    progress = Progress(config)
+    for step in steps:
+        progress.steps_done = step - 1
+        for name, now in {"lr": progress.learning_rate(), **progress.scheduled()}.items():
+            if (before := recorded.get(step, {}).get(name, now)) != now:
+                raise ValueError(
+                    f"step {step} cannot be repeated: the run did it with {name} {before:g}, and the schedules of "
+                    f"{config.steps:,} steps, to which it was extended later, give {now:g}"
+                )
 
 
 def capture_run(
@@ -207,8 +229,8 @@ def capture_run(
         FileNotFoundError: the run or its tokens do not exist.
         IsADirectoryError, NotADirectoryError, PermissionError: the file cannot be written.
         ValueError: the file is a device, does not end in .safetensors, or lies among the run's own files; the run has
-            no such step; a checkpoint or a file is damaged; config.json was edited. Or a pattern matches no layer, or
-            only layers match of which no GEMM is observed.
+            no such step, or did it or one before it under other schedules; a checkpoint or a file is damaged;
+            config.json was edited. Or a pattern matches no layer, or only layers match of which no GEMM is observed.
     """
     run = RunFolder.open(path)
     config = run.read_config()
@@ -236,6 +258,8 @@ def capture_run(
     say(f"step {step}: {start}, after {format_count(step - trainer.steps_done - 1, 'repeated step')}")
     if unobserved := layer_weights(trainer.model, layers).unobserved:
         say(f"not captured: {why_unobserved(unobserved)}")
+    recorded = {line["step"]: line for line in _metrics(run) if "loss" in line}
+    _check_schedules(config, recorded, range(trainer.steps_done + 1, step + 1))
     restore_switches(trainer, run, 0, trainer.steps_done)
     screen = Console(stderr=True)
     earlier = range(trainer.steps_done, step - 1)
@@ -244,7 +268,12 @@ def capture_run(
             trainer.step()
             restore_switches(trainer, run, trainer.steps_done - 1, trainer.steps_done)
         with capturing(trainer.model, layers, products) as recorder:
-            trainer.step()
+            loss = trainer.step()["loss"]
+    if step in recorded and recorded[step]["loss"] != loss:
+        say(
+            f"step {step}: its loss is {loss}, and was {recorded[step]['loss']} in the run, so the operands have other "
+            "bits than the run's: a step on a GPU repeats them with --deterministic alone"
+        )
     out = out or run.captures / f"step_{step:08d}.safetensors"
     return recorder.save(out, step, config.recipe, run.path.name, _tokens(trainer, step))
 
