@@ -161,7 +161,7 @@ class TrainConfig:
         skip_limit: consecutive steps that may be skipped because a gradient is NaN or Inf, before the run stops.
         val_sequences: held-out sequences of a validation.
         device: auto uses a GPU if there is one.
-        allow_slow: begin also a run that takes more than four hours at least on this CPU.
+        allow_slow: begin also a run whose GEMMs alone take more than four hours on this CPU.
         deterministic: have two runs give the same bits on a GPU too, which takes longer; on a CPU they always do, with
             the same number of threads.
         log: where the metrics go as well: tensorboard (event files in the run's folder), wandb (Weights & Biases) or

@@ -35,7 +35,7 @@ class Options:
         gradient_steps: steps at which gradients are compared with BF16's: numbers, start, middle, end, or none.
         out: folder for the report and the curves; chosen under runs/ if not given.
         device: auto uses a GPU if there is one.
-        allow_slow: begin also a comparison that takes more than four hours at least on this CPU.
+        allow_slow: begin also a comparison whose GEMMs alone take more than four hours on this CPU.
         resume: continue the comparison in --out, with the settings that are stored there.
         model: the shape of the model.
         base: the configuration of a run, of which the options change the settings that they have.

@@ -31,7 +31,7 @@ MIN_TIME_WIDTH = 80  # characters of a terminal; a narrower one has room for a t
 MIN_FLOPS_WIDTH = 100  # the same for FLOP/s and MFU; a narrower one shows MFU, their share of the GPU's peak
 MIN_BAR_WIDTH = 120  # for the bar next to the metrics of a step
 MIN_ELAPSED_WIDTH = 140  # and for the time elapsed
-LOG_LINES = 20  # lines of progress in a log file
+LOG_LINES, FIRST_LINE, LOG_SECONDS = 20, 10, 600  # lines of progress in a log file, steps to the first, and most time
 SIGPIPE = 13  # also where Python's `signal` does not have it
 
 
@@ -229,6 +229,7 @@ class StepProgress:
         self.console, self.bar, self.steps, self.stage = console, bar, steps, stage
         self.task = bar.add_task("", total=steps, completed=done)
         self.every = max(1, steps // LOG_LINES)
+        self._first, self._last_printed = done + FIRST_LINE, time.perf_counter()
         self._seconds: list[float] = []  # of training, after each step until the first line is printed
         self._has_step = self._is_compiled = self._says_compiling = False
         self._first_line: tuple[int, float] | None = None  # its step, and when it was printed
@@ -261,10 +262,11 @@ class StepProgress:
             return
         if self._first_line is None:
             self._seconds.append(line["seconds"])
-        if line["step"] % self.every == 0:
+        now = time.perf_counter()
+        if line["step"] % self.every == 0 or line["step"] == self._first or now - self._last_printed > LOG_SECONDS:
             left = (self.steps - line["step"]) * self._seconds_per_step(line)
             self.console.print(f"step {line['step']}/{self.steps}: {text}, {format_duration(left)} left")
-            self._first_line = self._first_line or (line["step"], time.perf_counter())
+            self._first_line, self._last_printed = self._first_line or (line["step"], now), now
 
     def _seconds_per_step(self, line: Metrics) -> float:
         """Estimate the time that a later step takes, with its share of validations and checkpoints.

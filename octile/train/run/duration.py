@@ -1,7 +1,8 @@
 """How long a run takes at least on a CPU, estimated before it begins, and refused if that is too long.
 
 The estimate divides the FLOPs that the model needs by the speed of the CPU's fastest GEMM: in FP32, or in BF16 where
-the processor multiplies it. What lies between the GEMMs, and quantization, come on top. Ranks on one host share its
+the processor multiplies it. Smaller GEMMs are slower, and what lies between them, and quantization, come on top: the
+tiny preset takes ten times as long where the processor multiplies BF16. Ranks on one host share its
 cores: rank 0 times a GEMM on its own threads, and as many ranks count as find cores for theirs.
 """
 
@@ -21,6 +22,7 @@ from octile.train.step.progress import batch_ramp
 
 REFERENCE_SIZE = 512
 FAST_SIZE = 1024  # of a GEMM that runs at a CPU's full speed
+TIMED = 0.2  # seconds of GEMMs: other programs leave the CPU to some of them
 LONG = 600  # seconds; of a shorter run nothing is said
 TOO_LONG = 4 * 3600  # seconds; a longer run is begun with `allow_slow` only
 SLOW = 5e9  # FLOP/s; every CPU multiplies faster
@@ -48,16 +50,16 @@ def check_duration(config: TrainConfig, device: torch.device, done: int = 0, run
     dtypes = (torch.float32, torch.bfloat16) if cpu.can_multiply() else (torch.float32,)
     here = processes_of_host() or 1
     hosts, at_once = config.parallel.ranks / here, min(here, max(cpu.count_cores() / torch.get_num_threads(), 1))
-    speed = at_once * 2 * FAST_SIZE**3 / min(min(gemm_seconds(device, FAST_SIZE, dtype)) for dtype in dtypes)
+    speed = at_once * 2 * FAST_SIZE**3 / min(min(gemm_seconds(device, FAST_SIZE, dtype, TIMED)) for dtype in dtypes)
     seconds = flops / (hosts * speed)
     if seconds < LONG:
         return None
     what = "the run takes" if runs == 1 else f"the {runs} runs take"
     where = "this CPU" if hosts == 1 else f"{hosts:g} hosts with this CPU"
+    steps = f"{runs * (config.steps - done):,} steps of {format_quantity(flops)} FLOPs together"
     sentence = (
-        f"on {where} {what} at least {format_duration(seconds)}: {runs * (config.steps - done):,} steps of "
-        f"{format_quantity(flops)} FLOPs together, at the {format_flops(speed)} of its GEMMs now; a GPU, a smaller "
-        "--preset or fewer --steps take less"
+        f"on {where} {what} at least {format_duration(seconds)}: {steps}, at the {format_flops(speed)} of its largest "
+        "GEMMs, and often takes many times that; a GPU, a smaller --preset or fewer --steps take less"
     )
     if seconds > TOO_LONG and not config.allow_slow:
         raise ValueError(f"allow_slow must be given for more than {format_duration(TOO_LONG)}: {sentence}")
@@ -73,11 +75,13 @@ def reference_time(device: torch.device) -> float:
     return statistics.median(gemm_seconds(device, REFERENCE_SIZE))
 
 
-def gemm_seconds(device: torch.device, size: int, dtype: torch.dtype = torch.float32) -> list[float]:
-    """Seconds of each of five GEMMs of size³ on the device, after one that is not counted."""
+def gemm_seconds(
+    device: torch.device, size: int, dtype: torch.dtype = torch.float32, least: float = 0.0
+) -> list[float]:
+    """Seconds of each of five GEMMs of size³ on the device, or of so many as fill `least` seconds, after a warm-up."""
     a = torch.ones(size, size, device=device, dtype=dtype)
-    seconds = []
-    for _ in range(6):
+    seconds = list[float]()
+    while len(seconds) < 6 or sum(seconds) < least:
         start = time.perf_counter()
         (a @ a)[0, 0].item()  # waits for the device
         seconds.append(time.perf_counter() - start)

@@ -195,12 +195,31 @@ def test_the_time_left_does_not_count_the_compilation_of_kernels_again():
 
 
 def test_the_time_left_counts_validations_between_two_lines(monkeypatch):
-    console, times = silent_console(), iter([1000.0, 1050.0])
-    monkeypatch.setattr("octile.train.run.console.time.perf_counter", lambda: next(times))
+    console, now = silent_console(), [1000.0]
+    monkeypatch.setattr("octile.train.run.console.time.perf_counter", lambda: now[0])
     with console.steps(200, 0) as progress:
         for step in range(1, 21):
+            now[0] = 1000.0 if step <= 10 else 1050.0
             progress.step({**line(), "step": step, "seconds": 2.0 * step})
     assert left(console.console.file.getvalue().splitlines()) == ["6 min 20 s left", "15 min 0 s left"]
+
+
+def printed_steps(steps: int, done: int, times: list[float], monkeypatch) -> list[int]:
+    """The steps of which a log has a line; `times` is when each ends."""
+    console, now = silent_console(), [0.0]
+    monkeypatch.setattr("octile.train.run.console.time.perf_counter", lambda: now[0])
+    with console.steps(steps, done) as progress:
+        for step, now[0] in enumerate(times, done + 1):
+            progress.step({**line(), "step": step, "seconds": now[0]})
+    return [int(text.split()[1].split("/")[0]) for text in console.console.file.getvalue().splitlines()]
+
+
+def test_the_first_line_of_a_long_run_comes_after_ten_steps(monkeypatch):
+    assert printed_steps(100_000, 7, [float(i) for i in range(100)], monkeypatch) == [17]
+
+
+def test_a_line_comes_at_least_every_ten_minutes(monkeypatch):
+    assert printed_steps(100_000, 0, [400.0 * i for i in range(1, 10)], monkeypatch) == [2, 4, 6, 8]
 
 
 @pytest.mark.parametrize("terminal", [True, False])
