@@ -4,7 +4,7 @@
 2      an error that the user can correct, with one line that says how
 1      any other failure
 130    ended by Ctrl-C
-141    octile train was ended because the reader of its output has ended
+141    octile train or compare was ended because the reader of its output has ended
 143    ended by SIGTERM
 """
 
@@ -39,7 +39,7 @@ def run_and_exit(command: Callable[[], object]) -> None:
             warnings.filterwarnings("ignore", NO_CONTEXT)
             command()
     except BrokenPipeError:  # the reader of the output, such as head, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard(sys.stdout)
     except KeyboardInterrupt as interrupt:
         _fail(*_explain_interrupt(type(interrupt)))
     except Exception as error:
@@ -102,12 +102,21 @@ def _fail(message: str, code: int) -> NoReturn:
     if sys.stderr.isatty():  # a message quotes files and their names
         line = escape_control_characters(line)
     if count_ranks() == 1:
-        print(f"octile: {line}", file=sys.stderr)
+        try:
+            print(f"octile: {line}", file=sys.stderr, flush=True)
+        except BrokenPipeError:  # it has the reader of the output, which has ended
+            _discard(sys.stdout)
+            _discard(sys.stderr)
         sys.exit(code)
     from octile.parallel.ranks import fail
 
     with termination_ignored():  # torchrun sends SIGTERM when another rank has ended, while this one waits to report
         fail(line, code)
+
+
+def _discard(stream: TextIO) -> None:
+    """Discard what is written to a stream, also what the interpreter writes of it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _terminated() -> str:

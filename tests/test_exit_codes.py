@@ -102,6 +102,20 @@ def test_sigterm_ends_any_command_with_a_line_and_exit_code_143():
     assert (process.communicate(timeout=60)[1], process.returncode) == ("octile: terminated\n", 143)
 
 
+def test_an_exit_code_does_not_depend_on_who_reads_the_line():
+    code = (
+        "import types, octile.cli\n"
+        "def run(*_):\n"
+        "    raise OSError('wrong')\n"
+        "octile.cli.COMMANDS['doctor'] = types.SimpleNamespace(run=run)\n"
+        "octile.cli.main(['doctor'])"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    assert subprocess.run([sys.executable, "-c", code], stdout=write, stderr=write, check=False).returncode == 2
+    os.close(write)
+
+
 ENDINGS = [(signal.SIGINT, "octile: interrupted\n", 130), (signal.SIGTERM, "octile: terminated\n", 143)]
 
 

@@ -31,7 +31,7 @@ options of all commands, written by `python -m tools.write_options` from the dat
 | 1 | failure |
 | 2 | bad input, with a line that says what is needed |
 | 130 | ended by Ctrl-C |
-| 141 | `octile train` was ended because the reader of its output, such as `head`, has ended |
+| 141 | `octile train` or `octile compare` was ended because the reader of its output, such as `head`, has ended |
 | 143 | ended by SIGTERM |
 """
 

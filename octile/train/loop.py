@@ -37,7 +37,7 @@ from octile.train.memory.check import check_memory, explain_out_of_memory
 from octile.train.run import fine_tune
 from octile.train.run.best_model import BestModel
 from octile.train.run.checkpoints import RunCheckpoints, check_address
-from octile.train.run.console import SIGPIPE, RunConsole
+from octile.train.run.console import RunConsole
 from octile.train.run.deterministic import deterministic
 from octile.train.run.duration import check_duration
 from octile.train.run.folder import RunFolder, lock_folder
@@ -197,6 +197,7 @@ def _train_joined(
         ranks.from_first_only(lambda: stack.enter_context(lock_folder(run.path, is_new)))
         checkpoints = RunCheckpoints(run.checkpoints_of(config), ranks)
         stack.enter_context(explaining_disk_errors(lambda: _how_to_continue(config, run, checkpoints)))
+        stack.enter_context(console.stopped_before("the first step"))
         try:
             checkpoint = checkpoints.latest() if resume else None
             if begun is not None and checkpoint is None:
@@ -216,8 +217,6 @@ def _train_joined(
         except KeyboardInterrupt as interrupt:  # before the first step, or the second during one
             when = "at once" if run.config_file.exists() else "before the first step"
             raise Stopped.by(interrupt, f"stopped {when}; {_how_to_continue(config, run, checkpoints)}") from None
-        except BrokenPipeError:  # nothing was trained, so the command has not succeeded
-            raise Stopped("stopped before the first step: the reader of the output has ended", SIGPIPE) from None
         except Exception as error:
             if (explained := explain(error)) is error or will_restart():
                 raise

@@ -104,31 +104,33 @@ def compare(
     if stored is not None and (changes := stored.changes(comparison)):
         raise ValueError(f"a resumed comparison keeps its settings: {describe_changes(changes)} in {out}")
     steps = parse_steps(gradient_steps, config.steps)
-    if stored is not None and out is not None:
-        console.print(
-            f"settings from {out / COMPARISON}: recipes {', '.join(recipes) or BASELINE}, "
-            f"seeds {', '.join(map(str, seeds))}, gradient_steps {gradient_steps}, "
-            f"{describe_settings(config, ('preset',))}"
-        )
-    device = pick_device(config.device)
-    duration = _check_new(config, device, len(baselines) + len(configs) * len(seeds)) if stored is None else None
-    for each in (baselines[0], *configs.values()):
-        check_memory(each, device, is_train=False)
-    if duration:
-        console.print(duration)
-    if recipes and config.steps >= MIN_STEPS:
-        console.print(planned_pairs(len(seeds), BAR))
+    with console.stopped_before("the first run"):
+        if stored is not None and out is not None:
+            console.print(
+                f"settings from {out / COMPARISON}: recipes {', '.join(recipes) or BASELINE}, "
+                f"seeds {', '.join(map(str, seeds))}, gradient_steps {gradient_steps}, "
+                f"{describe_settings(config, ('preset',))}"
+            )
+        device = pick_device(config.device)
+        duration = _check_new(config, device, len(baselines) + len(configs) * len(seeds)) if stored is None else None
+        for each in (baselines[0], *configs.values()):
+            check_memory(each, device, is_train=False)
+        if duration:
+            console.print(duration)
+        if recipes and config.steps >= MIN_STEPS:
+            console.print(planned_pairs(len(seeds), BAR))
     is_new = out is None
     out = out or new_folder(Path("runs"), f"compare-{config.preset}")
     if stored is None:
         check_unused(out)
     with lock_folder(out, is_new):
         try:
-            store = open_tokens(config, out / DATA, resume, console, Ranks.alone())
+            with console.stopped_before("the first run"):
+                store = open_tokens(config, out / DATA, resume, console, Ranks.alone())
+                print_passes(config, store, console)
         except KeyboardInterrupt as interrupt:
             how = "" if resume else ", without --resume"
             raise Stopped.by(interrupt, f"stopped before the first run: start the same command again{how}") from None
-        print_passes(config, store, console)
         comparison.write(out)
         then = f"to continue: octile compare --resume --out {quoted_path(out)}"
         try:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from octile.models.counts import count_parameters
 from octile.report.console import Console
+from octile.signals import Stopped
 from octile.text import escape_control_characters, format_count, format_duration, format_flops
 from octile.train.data.spans import SPAN
 from octile.train.data.token_store import LEFT_OUT, TokenStore, describe_truncated
@@ -54,6 +55,15 @@ class RunConsole:
             yield
         finally:
             self.console.reader_left = None
+
+    @staticmethod
+    @contextmanager
+    def stopped_before(what: str) -> Iterator[None]:
+        """Raise Stopped if the reader of the output ends before anything was trained: the command has not succeeded."""
+        try:
+            yield
+        except BrokenPipeError:
+            raise Stopped(f"stopped before {what}: the reader of the output has ended", SIGPIPE) from None
 
     def acknowledge_stop(self, number: int) -> None:
         """Say what a signal does: the steps that were launched are finished first, on a CPU one, on a GPU at most 20.

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from octile.report.console import Console as OctileConsole
 from octile.signals import Stopped
+from octile.train.compare.compare import compare
 from octile.train.data.prepare import prepare
 from octile.train.loop import train
 from octile.train.run.best_model import Best
@@ -241,13 +242,22 @@ def test_a_reader_that_leaves_stops_the_run():
     assert stop == [13]
 
 
-def test_a_run_whose_reader_leaves_before_the_first_step_is_no_success(text, tmp_path):
+def _train(config, console):
+    train(config, False, console)
+
+
+def _compare(config, console):
+    compare(replace(config, out=None), ("deepseek_v3",), config.out, console)
+
+
+@pytest.mark.parametrize(("command", "what"), [(_train, "step"), (_compare, "run")], ids=["train", "compare"])
+def test_a_command_whose_reader_leaves_before_it_trains_is_no_success(text, tmp_path, command, what):
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as file:
         console = RunConsole(OctileConsole(file=file))
-        with pytest.raises(Stopped, match="before the first step") as stopped:
-            train(micro(data=str(text), out=tmp_path / "run"), False, console)
+        with pytest.raises(Stopped, match=f"before the first {what}: the reader of the output has ended") as stopped:
+            command(micro(data=str(text), out=tmp_path / "run"), console)
         os.dup2(os.open(os.devnull, os.O_WRONLY), write)  # what is still buffered has no reader
     assert stopped.value.exit_code == 128 + 13
 
