@@ -1009,6 +1009,13 @@ def test_a_command_says_what_it_does_before_torch_is_imported(tmp_path, argument
     assert (ended.stdout, ended.returncode) == (f"octile {octile.__version__} {line}\n", 5)
 
 
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_a_command_names_the_file_of_its_model_in_place_of_a_preset(tmp_path, command, shape):
+    line = started_as_a_program(tmp_path, "torch", "os._exit(5)\n", command, "--model", str(shape)).stdout
+    assert f": model {shape}, " in line
+    assert "preset" not in line
+
+
 FULL_COMMANDS = {
     "the default": TrainConfig(),
     "a run with changes of every type": TrainConfig(

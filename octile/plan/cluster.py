@@ -287,7 +287,10 @@ def _print(title: str, result: Result) -> None:
     if layout.pp > 1:
         costs, micro_batches = mean_costs(plan), _allowed_by_all(layout, cluster)
         table, notes = compare_schedules(layout.stages, micro_batches, costs)
-        line(f"schedules of {layout.stages} equal stages, {micro_batches} micro-batches; ms: {describe_costs(costs)}")
+        own = layout.micro_batches(cluster)
+        why = "" if micro_batches == own else f" ({own}, rounded up to what all of them allow)"
+        stages = f"schedules of {layout.stages} equal stages, {micro_batches} micro-batches{why}"
+        line(f"{stages}; ms: {describe_costs(costs)}")
         console.print(screen_table(table))
         for note in notes:
             line(note)

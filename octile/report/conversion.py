@@ -49,7 +49,7 @@ def run_conversion(src: Path, dst: Path | None, to: Target, keep: Sequence[str] 
     task = bar.add_task("reading", total=None)
 
     def show(done: int, total: int, file: str) -> None:
-        bar.update(task, completed=done, total=total, description=file)
+        bar.update(task, completed=done // 2, total=total // 2, description=file)  # they are converted and read back
         bar.start()  # with the first file, so that nothing is printed before a refusal
 
     try:

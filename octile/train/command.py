@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 from octile.options import Given, Hidden, Section
 from octile.signals import importing
 from octile.torchrun import own_rank
-from octile.train.config import RESUMABLE, TrainConfig, describe_settings
-from octile.train.shared_options import MODEL_SECTIONS, ModelFile, announce, begin_config, build, shown_config
+from octile.train.config import RESUMABLE, TrainConfig
+from octile.train.shared_options import (
+    MODEL_SECTIONS,
+    ModelFile,
+    announce,
+    begin_config,
+    build,
+    describe_begun,
+    shown_config,
+)
 from octile.validation import Range, check_fields
 
 if TYPE_CHECKING:
@@ -136,7 +144,7 @@ def run(options: Options, observer: Callable[[TrainConfig], RunHook]) -> None:
     """
     config = options.config
     if not options.resume:
-        announce(f"trains: {describe_settings(config)}")
+        announce(f"trains: {describe_begun(config, options.model_file, 'recipe', 'seed')}")
     with importing():
         from octile.train.loop import train
         from octile.train.run.console import RunConsole

@@ -11,7 +11,7 @@ from octile.models.config import ModelConfig, RopeScaling
 from octile.options import Given, Named, Section
 from octile.text import escape_control_characters
 from octile.torchrun import own_rank
-from octile.train.config import TrainConfig, preset
+from octile.train.config import TrainConfig, describe_settings, preset
 
 ModelFile = Annotated[Path | None, Named("--model", "FILE")]
 MODEL_SECTIONS = (
@@ -92,6 +92,13 @@ def build(given: Given, default: Any) -> Any:
         raise ValueError("model.rope_scaling.factor must be above 1 for YaRN: its other options have no effect with 1")
     options.model.warn_of_yarn()
     return options
+
+
+def describe_begun(config: TrainConfig, model_file: Path | None, *first: str) -> str:
+    """Describe a configuration in a line, as `describe_settings`: with the file of its shape in place of a preset."""
+    if model_file is None:
+        return describe_settings(config, ("preset", *first))
+    return f"model {model_file}, {describe_settings(config, first)}"
 
 
 def announce(what: str) -> None:

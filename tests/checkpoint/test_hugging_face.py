@@ -374,9 +374,10 @@ def test_a_folder_that_does_not_exist_is_named_with_the_checkpoints_there_are(tm
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"^no checkpoint at a: there is no such folder$"):
         load("a")
-    for folder in ("runs/a/model", "published", "runs/unfinished"):
+    for folder in ("runs/a/model", "published", "runs/unfinished", "without_weights"):
         Path(folder).mkdir(parents=True)
-    for file in ("runs/a/model/config.json", "published/config.json", "runs/unfinished/config.json"):
+        Path(folder, "config.json").touch()
+    for file in ("runs/a/model/model.safetensors", "published/model.safetensors.index.json"):
         Path(file).touch()
     Path("runs/unfinished/metrics.jsonl").touch()
     os.utime("published/config.json", (0, 0))

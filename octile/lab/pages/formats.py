@@ -39,7 +39,7 @@ from octile.text import format_quantity
 OCTAVES = list(range(-20, 18))
 UPDATE, TIMES = 1e-3, 1000
 LOSS_SCALE = 2.0**16
-COLUMNS = ("format", "bits", "largest", "normal ≥", "smallest", "epsilon", "values", "in 1…2", "octaves", "of FP32")
+COLUMNS = ("format", "bits", "largest", "normal ≥", "smallest", "epsilon", "values", "in 1…2", "octaves", "bits/FP32")
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ def _note() -> str:
     return (
         "Values from “normal” on have full precision. “smallest” is the smallest positive value, which is subnormal if"
         " the format has subnormal numbers. Epsilon is the gap between 1 and the next value; “in 1…2” counts the values"
-        " strictly between 1 and 2. “octaves” counts the doublings from the smallest to the largest value; “of FP32” is"
-        " the size relative to FP32. UE8M0 is a format for scales: powers of two without sign or zero. E2M1 is the FP4"
-        " format of NVFP4 and MX."
+        " strictly between 1 and 2. “octaves” counts the doublings from the smallest to the largest value; “bits/FP32”"
+        " is the size relative to FP32. UE8M0 is a format for scales: powers of two without sign or zero. E2M1 is the"
+        " FP4 format of NVFP4 and MX."
     )
 
 

@@ -180,7 +180,7 @@ def short_table(ranking: Sequence[Rank]) -> Table:
     rows = [
         (f"{c[0]} {c[1]}", c[2], f"{c[4]} {c[3].removeprefix('every ')}".removesuffix(" –"), *c[5:10]) for c in cells
     ]
-    return Table(("operands", "scale", "sums", "bits", "SNR dB", "quant.", "accum.", "worst"), rows)
+    return Table(("operands", "scale", "sums", "bits", "SNR dB", "quant.", "accum.", "worst/RMS"), rows)
 
 
 def _db(noise: float) -> str:

@@ -23,7 +23,7 @@ def format_compare_table(result: CompareResult) -> ScreenTable:
     table = _table()
     table.add_column("gap to\nBF16", justify="right")
     table.add_column("outcome", min_width=8)
-    for name in ("gap,\nsmoothed", "held-out\nloss", "tokens/s", "weights,\noptimizer"):
+    for name in ("gap, last\nquarter", "held-out\nloss", "tokens/s", "weights,\noptimizer"):
         table.add_column(name, justify="right")
     for row in outcome_rows(result):
         keys = ("name", "gap", "outcome", "smoothed", "loss", "speed", "memory")

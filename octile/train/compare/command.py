@@ -10,8 +10,16 @@ from octile.models.config import ModelConfig
 from octile.options import Given, Hidden, Section
 from octile.signals import importing
 from octile.torchrun import check_one_process
-from octile.train.config import COMPARE_RESUMABLE, TrainConfig, describe_settings
-from octile.train.shared_options import MODEL_SECTIONS, ModelFile, announce, begin_config, build, shown_config
+from octile.train.config import COMPARE_RESUMABLE, TrainConfig
+from octile.train.shared_options import (
+    MODEL_SECTIONS,
+    ModelFile,
+    announce,
+    begin_config,
+    build,
+    describe_begun,
+    shown_config,
+)
 
 RESUMABLE = COMPARE_RESUMABLE
 SHARED = ("preset", "steps", "sequence_length", "data", "seed", "device", "allow_slow", "model")  # with `TrainConfig`
@@ -117,7 +125,7 @@ def run(options: Options) -> None:
         raise ValueError("recipes is empty: name recipes, separated by commas")
     config = options.config
     if not options.resume:
-        announce(f"compares bf16 and {options.recipes}: {describe_settings(config, ('preset', 'seed'))}")
+        announce(f"compares bf16 and {options.recipes}: {describe_begun(config, options.model_file, 'seed')}")
     with importing():
         from octile.train.compare.compare import compare
         from octile.train.compare.comparison import parse_seeds

@@ -39,6 +39,7 @@ from octile.train.data.filter import MAX_BYTES, PROSE, SOURCE, DuplicateFilter, 
 from octile.train.data.token_store import manifest_at
 
 STANDARD_LIBRARY, PACKAGES, ARITHMETIC = "stdlib", "packages", "arithmetic"
+PYTHON = (STANDARD_LIBRARY, PACKAGES)  # whose documents are source text
 BUILT_IN = tuple(map(repr, (STANDARD_LIBRARY, PACKAGES, ARITHMETIC)))  # in messages
 HUB = re.compile(
     r"hf:(?P<name>[^/:#]+(/[^/:#]+)?)(/(?P<config>[^/:#]+))?(:(?P<split>[^#]+))?(#(?P<column>.+))?"

@@ -212,7 +212,8 @@ def _build(
         cut = f"; {cut_tokens:,} more are left out because they are held out, too" if cut_tokens else ""
         raise ValueError(
             f"data {corpus.source!r} has too little text: {size}; {format_count(tokens['train'], 'token')} "
-            f"to train on and {tokens['val']:,} held out, but each of the two needs at least {window:,}{cut}{left_out}"
+            f"to train on and {tokens['val']:,} held out, with those at the ends of documents, but each of the two "
+            f"needs at least {window:,}{cut}{left_out}"
         )
     digests = {"train": index.sizes.keys() - held_out, "val": held_out}
     manifest = Manifest(

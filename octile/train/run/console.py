@@ -115,9 +115,10 @@ class RunConsole:
                 "more that are held out, too"
             )
         if m.span is not None:
+            count = format_count(m.documents["train"] + m.documents["val"], "span")
             self.print(
-                "the documents are few, so they were cut into spans: at the first line end after "
-                f"{m.span:,} characters, or after {2 * m.span:,}"
+                f"the documents are too few to hold some out, so they were cut into {count} of {m.span:,} to "
+                f"{2 * m.span:,} characters, at the ends of lines if there are some"
             )
         self._print_left_out(store)
 

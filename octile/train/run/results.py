@@ -29,6 +29,7 @@ from octile.serve.generate import generate_from
 from octile.text import format_count
 from octile.tokenizer import Tokenizer
 from octile.train.config import TrainConfig
+from octile.train.data.corpus import PYTHON
 from octile.train.data.packed_tokens import FIRST, LOSS, PackedTokens
 from octile.train.data.token_store import TokenStore
 from octile.train.memory.check import is_out_of_memory
@@ -38,8 +39,9 @@ from octile.train.run.folder import RunFolder
 from octile.train.trainer import Trainer
 
 SAMPLE_TOKENS = 128
-PROMPT = "def "  # of the sample of a run on texts, if none is given
+PROMPT = "def "  # of the sample of a run on Python's source, if none is given
 MORE_PROMPT = "class "  # likewise, of the command for further texts
+PROMPT_TOKENS = 8  # of a held-out text, with which the sample of a run on other texts begins
 NO_PROMPT = (
     "no held-out example has a prompt that the sample could answer: it begins a text; --prompt TEXT gives it one"
 )
@@ -91,7 +93,8 @@ def _more(config: TrainConfig, store: TokenStore, run: RunFolder) -> str:
     """A command for further texts: a server of chats for examples, else one that continues a text."""
     if store.manifest.packed is not None:
         return f"octile serve {quoted_path(run.path)}"
-    return f"octile generate {quoted_path(run.path)} --prompt {shlex.quote(config.prompt or MORE_PROMPT)}"
+    prompt = MORE_PROMPT if config.prompt is None and config.data in PYTHON else sample_prompt(config, store)
+    return f"octile generate {quoted_path(run.path)} --prompt {shlex.quote(prompt)}"
 
 
 def _write_summary(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore, prompt: str) -> None:
@@ -130,10 +133,11 @@ def _describe_examples(store: TokenStore) -> dict[str, int]:
 
 
 def sample_prompt(config: TrainConfig, store: TokenStore) -> str:
-    """The prompt of the sample: that of the configuration; if it has none, PROMPT, or the prompt of a held-out example.
+    """The prompt of the sample: that of the configuration, or one that the data suggest.
 
-    It is the first example that has one. An example that has a loss from its first token on has no prompt; nor has one
-    for the sample whose text the tokenizer encodes otherwise, or which leaves no half of the context.
+    For Python's source it is PROMPT, for other texts the beginning of the held-out text, and for examples the prompt of
+    the first held-out example that has one. An example that has a loss from its first token on has no prompt; nor has
+    one for the sample whose text the tokenizer encodes otherwise, or which leaves no half of the context.
 
     Returns:
         the prompt; "" if no held-out example has one.
@@ -142,7 +146,12 @@ def sample_prompt(config: TrainConfig, store: TokenStore) -> str:
     if config.prompt is not None:
         return config.prompt
     if not isinstance(val, PackedTokens):
-        return PROMPT
+        special = store.tokenizer.special_tokens
+        return (
+            PROMPT
+            if config.data in PYTHON
+            else store.tokenizer.decode([token for token in val[: PROMPT_TOKENS + 1].tolist() if token not in special])
+        )
     has_loss, longest = val.marks & LOSS != 0, config.model.max_position_embeddings // 2
     begins = (val.marks & FIRST != 0).nonzero()[0]
     for begin, end in itertools.pairwise([*begins.tolist(), len(val)]):

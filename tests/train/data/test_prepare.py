@@ -254,7 +254,8 @@ def test_a_store_of_an_earlier_version_is_built_again(source, built, stages, cac
 
 def test_too_little_text_is_refused_with_the_numbers(tmp_path):
     (tmp_path / "text.txt").write_text("two words")
-    numbers = "1 document, 9 bytes; 9 tokens to train on and 0 held out, but each of the two needs at least 17"
+    numbers = "1 document, 9 bytes; 9 tokens to train on and 0 held out, with those at the ends of documents, but each "
+    numbers += "of the two needs at least 17"
     with pytest.raises(ValueError, match=rf"^data '.*' has too little text: {numbers}$"):
         build(tmp_path / "text.txt", tmp_path / "data")
 
