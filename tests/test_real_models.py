@@ -37,7 +37,7 @@ CONFIGS = {  # the keys of published files that decide the shapes
 
 @pytest.mark.parametrize(
     ("command", "shown"),
-    [pytest.param(*one, marks=() if one[0] in SMALL else pytest.mark.exhaustive, id=one[0]) for one in SHOWN],
+    [pytest.param(*one, marks=() if one[0] in SMALL else pytest.mark.slow, id=one[0]) for one in SHOWN],
 )
 def test_the_page_shows_what_a_command_prints(command, shown, tmp_path, monkeypatch, capsys):
     for name, config in CONFIGS.items():
