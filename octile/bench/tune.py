@@ -134,6 +134,7 @@ def problem(case: Case) -> Problem:
         out_float=case.accumulate,
         accumulate=case.accumulate,
         transposable=kind == "dense" and not case.tiles,
+        zero_rest=kind != "grouped",
         alignment=ALIGNMENT if kind == "grouped" else 1,
     )
 
@@ -150,6 +151,7 @@ def request(s: PreparedCase) -> GemmRequest:
         s.sizes,
         s.case.accumulate,
         expected_rows=s.case.expected_rows if s.case.kind == "masked" else 0,
+        zero_rest=s.case.kind != "grouped",
         alignment=ALIGNMENT if s.case.kind == "grouped" else 1,
     )
 

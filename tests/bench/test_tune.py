@@ -1,6 +1,8 @@
 """Tests of the search for faster GEMM kernels that need no GPU."""
 
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ from octile.bench.gemm_case import prepare_case
 from octile.bench.shapes import Case
 from octile.kernels.cuda.gemm import launch_plan, tuned
 from octile.kernels.cuda.gemm.candidates import choose, other_rasterization
-from octile.kernels.cuda.gemm.cost_model import Chip, rounded
+from octile.kernels.cuda.gemm.config import GemmConfig
+from octile.kernels.cuda.gemm.cost_model import Chip, Problem, rounded
+from octile.ops import grouped
 
 H200 = Chip(132)
 CASES = [
@@ -32,6 +36,39 @@ def private_cache(tmp_path, monkeypatch):
 def test_the_problem_is_that_of_the_operands(case, monkeypatch):
     monkeypatch.setattr(gemm_case, "MASKED_ROWS", 160)
     assert tune.problem(case) == launch_plan.problem(tune.request(prepare_case(case, "cpu")))
+
+
+@pytest.mark.parametrize("writes_out", [True, False], ids=["into a result", "a new result"])
+def test_a_kernel_that_is_measured_for_groups_is_that_of_both_operators(writes_out):
+    case = next(case for case in CASES if case.kind == "grouped")
+    prepared = prepare_case(case, "cpu")
+    operands = *_parts(prepared.a), *_parts(prepared.b), prepared.sizes
+    if writes_out:
+        request = grouped._grouped_request_out(prepared.out, *operands, 128)
+    else:
+        request = replace(grouped._grouped_request(*operands, torch.bfloat16), out=prepared.out)
+    problem = launch_plan.problem(request)
+    assert problem.alignment == (128 if writes_out else 1)
+    measured = next(c for c in tune.shortlist(tune.problem(case), H200) if c.tile_m != choose(problem, H200).tile_m)
+    tuned.store(rounded(tune.problem(case)), H200, measured, 1.0)
+    assert choose(problem, H200) == replace(measured, zero_rest=not writes_out)
+
+
+def _parts(operand):
+    return operand.data, operand.scale, operand.block
+
+
+def _store_some(begin: int) -> None:
+    config = GemmConfig(128, 64, 3, staged_boxes=1)
+    for i in range(begin, begin + 20):
+        tuned.store(Problem(16 * i, 64, 128), H200, config, 1.0)
+
+
+def test_two_processes_that_store_kernels_lose_none():
+    with ProcessPoolExecutor(2, get_context("fork")) as pool:
+        list(pool.map(_store_some, (1, 101)))
+    found = [tuned.lookup(Problem(16 * i, 64, 128), H200) for i in (*range(1, 21), *range(101, 121))]
+    assert None not in found
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.what)

@@ -108,7 +108,7 @@ def test_rows_past_the_last_tile_are_not_written(psum):
     assert (d[2 * ALIGNMENT :] == 7).all()
 
 
-def test_the_kernel_is_chosen_by_the_alignment(monkeypatch):
+def test_the_operator_gets_the_alignment(monkeypatch):
     found = []
     monkeypatch.setattr(grouped, "grouped_matmul_nt_out", lambda *arguments: found.append(arguments[-1]))
     d, layout = torch.empty(32, N, dtype=torch.bfloat16), indices([32], 32)

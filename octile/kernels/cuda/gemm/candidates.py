@@ -40,10 +40,10 @@ def choose(problem: Problem, chip: Chip) -> GemmConfig:
 
 def _measured(problem: Problem, chip: Chip) -> GemmConfig | None:
     """Return what `octile bench tune` measured for a rounded problem; of row-invariant ones it measures none itself."""
-    found = tuned.lookup(replace(problem, row_invariant=False), chip)
-    if found is None or not problem.row_invariant:
-        return found
-    return replace(found, adds_rounded=_adds_rounded(problem)) if found.split_k == 1 else None
+    found = tuned.lookup(problem, chip)
+    if found is None or (problem.row_invariant and found.split_k > 1):
+        return None
+    return replace(found, zero_rest=problem.zero_rest, adds_rounded=_adds_rounded(problem))
 
 
 def _adds_rounded(p: Problem) -> bool:

@@ -13,7 +13,7 @@ So large tiles load least, several small ones fill the last round of SMs better,
 the weights from all SMs at once. Rates of memory are proportional to the GPU's bandwidth: it decides how C is added to.
 The constants rank kernels and are no forecast: a GEMM of few rows is estimated a fifth too long. They were chosen on
 timings of 801 GEMMs on H200s and H100s, each with up to 36 kernels (benchmarks/history/cost-model and gemm-drawn). The
-kernels that they choose are 1.6% slower than the best measured ones, at worst 22%. The order of tiles is not estimated,
+kernels that they choose are 1.7% slower than the best measured ones, at worst 22%. The order of tiles is not estimated,
 but follows a rule (`candidates`).
 """
 

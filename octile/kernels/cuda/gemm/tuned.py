@@ -9,7 +9,7 @@ read is not used, which the logger `octile` says, and is renamed when something 
 import functools
 import json
 import logging
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,12 @@ def path() -> Path:
 
 
 def _key(problem: Problem, chip: Chip) -> str:
-    values = " ".join(f"{name}={int(value)}" for name, value in asdict(problem).items())
+    """The key of all problems that a kernel serves: what is done with rows past the groups changes its options alone.
+
+    Groups are measured with multiples of 128 rows, and others take the same kernel.
+    """
+    named = asdict(replace(problem, zero_rest=True, row_invariant=False))
+    values = " ".join(f"{name}={int(value)}" for name, value in named.items() if name != "alignment")
     return f"{values} multiprocessors={chip.multiprocessors} device={chip.name}"
 
 
