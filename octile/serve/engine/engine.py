@@ -256,8 +256,8 @@ class Engine:
                 request.matcher = compiled.result()
             except (GrammarError, ImportError) as error:
                 self._remove(request, FinishReason.ERROR)
-                why = f"grammar: {error}"
-                outputs.append(Output(request_id, finish_reason=FinishReason.ERROR, error=why, is_request_error=True))
+                why, is_own = f"grammar: {error}", isinstance(error, GrammarError)
+                outputs.append(Output(request_id, finish_reason=FinishReason.ERROR, error=why, is_request_error=is_own))
         return outputs
 
     def update_weights(self, in_flight: InFlight = "finish") -> list[Output]:

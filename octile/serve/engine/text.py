@@ -13,6 +13,7 @@ from octile.serve.overlap import overlap
 from octile.tokenizer import Tokenizer
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+MAX_PENDING = 8  # tokens after the last piece: a character has four bytes at most
 
 
 class TextStream:
@@ -56,7 +57,9 @@ class TextStream:
             return self._release(new, may_stop)
         self._tokens.append(token)
         text = self._tokenizer.decode(self._tokens)
-        return "" if text.endswith(INCOMPLETE) else self._release(self._beyond_last(text), may_stop)
+        if text.endswith(INCOMPLETE) and len(self._tokens) - self._n_before < MAX_PENDING:
+            return ""
+        return self._release(self._beyond_last(text), may_stop)
 
     def end(self) -> str:
         """Return the rest of the text. Bytes that are no character become the replacement character."""
@@ -71,7 +74,7 @@ class TextStream:
     def _beyond_last(self, text: str) -> str:
         """Return what `text`, that of all `_tokens`, adds to the last piece."""
         new = text[len(self._tokenizer.decode(self._tokens[: self._n_before])) :]
-        if new:
+        if new or len(self._tokens) > MAX_PENDING:
             del self._tokens[: self._n_before]
             self._n_before = len(self._tokens)
         return new

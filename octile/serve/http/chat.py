@@ -4,8 +4,9 @@ A template is jinja, as transformers has it in `tokenizer_config.json` or `chat_
 base model has none; it gets a plain one, and the server says so.
 
 Text of a request that spells a special token, or another added token in angle brackets, stays text: it cannot end a
-message or begin another. DeepSeek's `<｜User｜>` is such a token, and not special. In messages of the assistant tags of
-thoughts and tokens that are not special count: the model has written them, and templates look for them.
+message or begin another. DeepSeek's `<｜User｜>` is such a token, and not special. `<think>` and `</think>` of the
+assistant's messages are tags, which templates look for. Text is divided within such a token, which byte-level
+tokenizers, as those of all models that are served, read as it is.
 
 Training reads whole conversations by it, and learns the assistant's messages only: what transformers' tag
 `{% generation %}` marks in a template, or what a template without that tag writes after the beginning of an answer.
@@ -138,7 +139,9 @@ class ChatTemplate:
         added = self._backend.get_added_tokens_decoder().values()
         self._special = {token.content for token in added if token.special}
         tags = {token.content for token in added if TAG.fullmatch(token.content)}
-        self._control, self._control_of_answers = _any_of(self._special | tags), _any_of(self._special - {BEGIN, END})
+        self._control = _any_of(self._special | tags)
+        self._control_of_answers = _any_of((self._special | tags) - {BEGIN, END})
+        self._control_to_learn = _any_of(self._special - {BEGIN, END})  # in answers of training data, which have tags
         self._source = _Source(PLAIN if source is None else source)
         self._tool_use = self._source if tool_use is None else _Source(tool_use)
         self.reads_clock = any(one.reads_clock for one in (self._source, self._tool_use))
@@ -190,7 +193,8 @@ class ChatTemplate:
             *others, final = messages
             last = final["content"]
             given["messages"] = [*others, {**final, "content": last + end}]
-        text = source.render({**self._hidden({**given, **variables}, hiding), **names})
+        hidden = self._hide_control_tokens({**given, **variables}, hiding, self._control_of_answers)
+        text = source.render({**hidden, **names})
         if rendering.continue_final_message:
             text = _before(text, end)
         parts = hiding.split(text)
@@ -219,7 +223,8 @@ class ChatTemplate:
             raise FieldError("messages", "must have no reasoning_content: the chat template does not read it")
         given = _given(messages, rendering, source)
         chosen = _chosen(rendering, source, (*given, *self._names()))
-        hidden: dict[str, Any] = {**self._hidden({**given, **chosen}, hiding), **self._names()}
+        variables_hidden = self._hide_control_tokens({**given, **chosen}, hiding, self._control_to_learn)
+        hidden: dict[str, Any] = {**variables_hidden, **self._names()}
         if source.marks_answers:
             begin, end = (f"{hiding.mark}{word}" for word in ("begin", "end"))
             text = source.render({**hidden, ANSWER_MARKS: (begin, end)})
@@ -236,9 +241,11 @@ class ChatTemplate:
             are_answers += [is_answer] * len(encoded)
         return Conversation(tokens, are_answers)
 
-    def _hidden(self, variables: Mapping[str, Any], hiding: _Hiding) -> dict[str, Any]:
-        """A template's variables, in which the tokens that their texts spell are replaced."""
-        hide, hide_in_answers = (partial(hiding.hide, tokens) for tokens in (self._control, self._control_of_answers))
+    def _hide_control_tokens(
+        self, variables: Mapping[str, Any], hiding: _Hiding, of_answers: re.Pattern[str]
+    ) -> dict[str, Any]:
+        """A template's variables without the control tokens that their texts spell; those of the assistant's differ."""
+        hide, hide_in_answers = (partial(hiding.hide, tokens) for tokens in (self._control, of_answers))
         messages = [
             _map_texts(message, hide_in_answers if message["role"] == "assistant" else hide)
             for message in variables["messages"]

@@ -39,7 +39,7 @@ class MessageParser:
     Args:
         reasoning: the parser of its thought; None: thoughts are not divided from the answer.
         tools: the parser of calls, which are in the answer; None: they are not divided from it.
-        must_call: whether the answer is calls alone: blanks between its thought and them are left out.
+        must_call: whether the answer is calls alone: white space between its thought and them is left out.
     """
 
     def __init__(

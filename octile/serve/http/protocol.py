@@ -76,7 +76,7 @@ Stops = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MA
 def _check_finite(value: Any, name: str = "") -> Any:
     """Refuse JSON with a number that is none: NaN, or too large; an answer could not repeat it."""
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, not {value}")
+        raise ValueError(f"{name[:MAX_NAME]} must be finite, not {value}")
     members = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, member in members:
         _check_finite(member, f"{name}.{key}".removeprefix("."))
@@ -358,7 +358,7 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
-    cache_control: dict[str, Any] | None = None  # of no effect: how Anthropic caches
+    cache_control: JsonObject | None = None  # of no effect: how Anthropic caches
 
 
 class CalledFunction(Body):

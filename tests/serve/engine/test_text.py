@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from octile.serve.engine.text import TextStream
+from octile.serve.engine.text import MAX_PENDING, TextStream
 from octile.tokenizer import Tokenizer
 
 
@@ -42,17 +42,21 @@ def sentence_pieces() -> Tokenizer:
     return Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"})
 
 
-@given(tokens=st.lists(st.integers(0, 9), max_size=12))
-def test_pieces_concatenate_whatever_the_decoder_reads_before_a_token(sentence_pieces, tokens):
+@given(parts=st.lists(st.sampled_from([(0,), (1,), (2, 3, 4), (5,), (6,), (7,), (8,)]), max_size=12))
+def test_pieces_concatenate_whatever_the_decoder_reads_before_a_token(sentence_pieces, parts):
+    """Bytes that are no character may be as many replacement characters as the decoder pleases."""
+    tokens = [token for part in parts for token in part]
     assert "".join(pieces(sentence_pieces, tokens)) == sentence_pieces.decode(tokens)
 
 
-def test_a_long_text_is_not_decoded_again_for_each_token(of_kind, monkeypatch):
+@pytest.mark.parametrize("repeated", [2, 5, 6, 99], ids=["byte", "space", "word", "no text"])
+def test_a_long_text_is_not_decoded_again_for_each_token(sentence_pieces, monkeypatch, repeated):
     lengths = []
-    decode = of_kind.decode
-    monkeypatch.setattr(of_kind, "decode", lambda tokens: lengths.append(len(tokens)) or decode(tokens))
-    pieces(of_kind, of_kind.encode("a and b. " * 100))
-    assert max(lengths, default=0) <= 2
+    decode = sentence_pieces.decode
+    monkeypatch.setattr(sentence_pieces, "decode", lambda tokens: lengths.append(len(tokens)) or decode(tokens))
+    found = "".join(pieces(sentence_pieces, [6, *[repeated] * 100]))
+    assert max(lengths) <= 2 * MAX_PENDING + 1
+    assert len(found) == {2: 101, 5: 101, 6: 201, 99: 1}[repeated]
 
 
 def test_a_character_appears_when_its_last_byte_does(of_kind):

@@ -43,16 +43,17 @@ SPELLED = "a<｜User｜>b<｜Assistant｜>c<think>d</think><｜tool▁calls▁be
 
 
 @pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("role", ["system", "user", "tool"])
+@pytest.mark.parametrize("role", ["system", "user", "tool", "assistant"])
 def test_a_token_in_angle_brackets_in_a_message_is_text(tokenizer, role, special):
     own = with_tokens(tokenizer, special)
+    written = SPELLED.replace("<think>", "").replace("</think>", "") if role == "assistant" else SPELLED
     empty, spelled = (
         ChatTemplate(own, V31).prompt([{"role": "user", "content": "a"}, {"role": role, "content": text}]).tokens
-        for text in ("", SPELLED)
+        for text in ("", written)
     )
     added = {own.backend.token_to_id(text) for text in TOKENS}
     assert [token for token in spelled if token in added] == [token for token in empty if token in added]
-    assert SPELLED in own.decode(spelled)
+    assert written in own.decode(spelled)
 
 
 @pytest.mark.parametrize("special", [False, True])

@@ -218,6 +218,13 @@ def test_a_required_call_comes_after_a_thought(chat):
     assert choice.message.content is None
 
 
+def test_special_tokens_that_no_parser_looks_for_are_skipped(caller):
+    begin = caller.engine.tokenizer.begin
+    body = {"model": "micro", "messages": MESSAGES, "max_tokens": 4, "ignore_eos": True, "temperature": 0}
+    answer = httpx.post(f"{caller.url}/v1/chat/completions", json={**body, "logit_bias": {str(begin): 100}}).json()
+    assert (answer["usage"]["completion_tokens"], answer["choices"][0]["message"]["content"]) == (4, "")
+
+
 def test_strict_calls_follow_their_schemas(chat):
     (choice,) = chat([SECTION], tools=[STRICT], max_tokens=600, parallel_tool_calls=False).choices
     assert choice.finish_reason == "tool_calls"
