@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -196,8 +197,8 @@ def _check_schedules(config: TrainConfig, recorded: Mapping[int, Metrics], steps
         for name, now in {"lr": progress.learning_rate(), **progress.scheduled()}.items():
             if (before := recorded.get(step, {}).get(name, now)) != now:
                 raise ValueError(
-                    f"step {step} cannot be repeated: the run did it with {name} {before:g}, and the schedules of "
-                    f"{config.steps:,} steps, to which it was extended later, give {now:g}"
+                    f"step {step} cannot be repeated: the run did it with {name} {before!r}, and the schedules of "
+                    f"{config.steps:,} steps, to which it was extended later, give {now!r}"
                 )
 
 
@@ -269,10 +270,11 @@ def capture_run(
             restore_switches(trainer, run, trainer.steps_done - 1, trainer.steps_done)
         with capturing(trainer.model, layers, products) as recorder:
             loss = trainer.step()["loss"]
+    loss = loss if math.isfinite(loss) else None  # as metrics have it
     if step in recorded and recorded[step]["loss"] != loss:
         say(
             f"step {step}: its loss is {loss}, and was {recorded[step]['loss']} in the run, so the operands have other "
-            "bits than the run's: a step on a GPU repeats them with --deterministic alone"
+            "bits than the run's, as on another device, with other micro-batches, or on a GPU without --deterministic"
         )
     out = out or run.captures / f"step_{step:08d}.safetensors"
     return recorder.save(out, step, config.recipe, run.path.name, _tokens(trainer, step))

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +21,7 @@ from octile.train.loop import train
 from octile.train.memory import check
 from octile.train.run.console import RunConsole
 from octile.train.run.folder import RunFolder
+from octile.train.trainer import Trainer
 from tests.train.conftest import MICRO, estimate_once, micro, text, write_no_report  # noqa: F401  text is a fixture
 
 LAYER = "model.layers.0.mlp.down_proj"
@@ -329,6 +331,18 @@ def test_a_loss_with_other_bits_than_in_the_run_is_said(unmeasured, tmp_path):
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     capture_run(run, 4, LAYER, ("fprop",), tmp_path / "c.safetensors", say=messages.append)
     assert "and was 1.5 in the run, so the operands have other bits than the run's" in messages[-1]
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_nan_again_has_the_same_bits(unmeasured, tmp_path, monkeypatch):
+    run, messages = shutil.copytree(unmeasured, tmp_path / "run"), []
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [{**line, "loss": None} if line["step"] == 4 and "loss" in line else line for line in lines]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    step = Trainer.step
+    monkeypatch.setattr(Trainer, "step", lambda self: {**step(self), "loss": math.nan})
+    capture_run(run, 4, LAYER, ("fprop",), tmp_path / "c.safetensors", say=messages.append)
+    assert len(messages) == 1
 
 
 @pytest.fixture
