@@ -21,11 +21,12 @@ from urllib.request import urlopen
 
 from octile.bench.goals import FASTEST_DRAFTS, LONG_CLIENT, THROUGHPUT
 from octile.bench.rows import Row, compare
+from octile.bench.serve.latency import latency_rows
 from octile.checkpoint.hugging_face import read_model_config
 from octile.command_text import path_argument
 from octile.extras import require
 from octile.serve.http.command import PACKAGES
-from octile.serve.http.stress import Stress, StressResult, percentile, stress_test
+from octile.serve.http.stress import Stress, StressResult, stress_test
 from octile.text import format_count
 
 WARM_UP = Stress(clients=64, requests=64, new_tokens=8)
@@ -51,15 +52,15 @@ def rows(run: Path) -> Iterator[Row]:
         one, many, crowd = (_run(url, load) for load in (ONE, MANY, CROWD))
         long = _run(url, LONG) if can_draft else None
     yield Row(ONE_CLIENT, THROUGHPUT, one.tokens_per_second, "tokens/s")
-    yield from times(ONE_CLIENT, one)
+    yield from latency_rows(ONE_CLIENT, one)
     yield compare(MANY_CLIENTS, THROUGHPUT, many.tokens_per_second, "tokens/s", ONE_CLIENT, one.tokens_per_second)
-    yield from times(MANY_CLIENTS, many)
+    yield from latency_rows(MANY_CLIENTS, many)
     yield Row(CROWD_CASE, "answered", crowd.completed, "requests")
     yield Row(CROWD_CASE, "refused with 503", crowd.refused[503], "requests")
     yield Row(
         CROWD_CASE, "neither answered nor refused", CROWD.requests - crowd.completed - crowd.refused[503], "requests"
     )
-    yield from times(CROWD_CASE, crowd)
+    yield from latency_rows(CROWD_CASE, crowd)
     if long is not None:
         yield Row(LONG_CLIENT, THROUGHPUT, long.tokens_per_second, "tokens/s")
         yield from _drafted(run, long.tokens_per_second)
@@ -125,13 +126,6 @@ def _run(url: str, stress: Stress, why: str = "measuring") -> StressResult:
     if result.broken or not result.completed:
         raise RuntimeError(f"the server did not answer as it should: {result.report()}")
     return result
-
-
-def times(case: str, result: StressResult) -> Iterator[Row]:
-    """Yield the median and the 99th percentile of the time to the first token and between tokens."""
-    for what, seconds in (("first token", result.first_token), ("between tokens", result.between_tokens)):
-        for name, share in (("p50", 0.5), ("p99", 0.99)):
-            yield Row(case, f"{what}, {name}", 1e3 * percentile(seconds, share), "ms")
 
 
 def _counts(url: str) -> list[float]:

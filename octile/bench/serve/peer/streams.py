@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from octile.bench.goals import THROUGHPUT, arrivals_case, busy_case
 from octile.bench.rows import Row
-from octile.bench.serve.endpoint import times
+from octile.bench.serve.latency import latency_rows
 from octile.serve.http.stress import Stress, StressResult, stress_test
 
 SHARES = (50, 90)  # % of octile's capacity
@@ -95,6 +95,6 @@ def _values(case: str, result: StressResult) -> Iterator[Row]:
     yield Row(case, THROUGHPUT, result.tokens_per_second, "tokens/s")
     if result.stress.rate is not None:
         yield Row(case, "arrivals", result.stress.rate, "requests/s")
-    yield from times(case, result)
+    yield from latency_rows(case, result)
     events = len(result.first_token) + len(result.between_tokens)
     yield Row(case, "tokens of an event", result.new_tokens / events, "tokens")
