@@ -115,7 +115,7 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 def _discard(stream: TextIO) -> None:
-    """Discard what is written to a stream, also what the interpreter writes of it at its end."""
+    """Discard what is written to a stream, including what the interpreter flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -324,6 +324,7 @@ def _configures_model(folder: Path) -> bool:
 
 
 def _has_weights(folder: Path) -> bool:
+    """Whether a folder has weights, in a file or in several, under the names that transformers gives them."""
     return any((folder / name).exists() for name in (SINGLE, INDEX))
 
 

@@ -17,7 +17,7 @@ from octile.train.shared_options import (
     announce,
     begin_config,
     build,
-    describe_begun,
+    describe_new_run,
     shown_config,
 )
 from octile.validation import Range, check_fields
@@ -144,7 +144,7 @@ def run(options: Options, observer: Callable[[TrainConfig], RunHook]) -> None:
     """
     config = options.config
     if not options.resume:
-        announce(f"trains: {describe_begun(config, options.model_file, 'recipe', 'seed')}")
+        announce(f"trains: {describe_new_run(config, options.model_file, 'recipe', 'seed')}")
     with importing():
         from octile.train.loop import train
         from octile.train.run.console import RunConsole

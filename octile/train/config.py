@@ -167,8 +167,8 @@ class TrainConfig:
         log: where the metrics go as well: tensorboard (event files in the run's folder), wandb (Weights & Biases) or
             mlflow. Each needs the extra of its name, and several may be named. A resumed run continues there.
         prompt: the text that the sample at the end of the run continues; an empty one has the model begin a text. If
-            it is not given, it is 'def ' for Python's source, and the beginning of a held-out text or the prompt of a
-            held-out example for other data.
+            it is not given, it is 'def ' for stdlib and packages, and the beginning of a held-out text or the prompt of
+            a held-out example for other data.
         telemetry_every: measure the FP8 GEMMs of every n-th step and write telemetry.jsonl; 0 measures none.
         telemetry_layers: patterns of the names of the layers to measure, separated by commas.
         guards: a file of rules on the telemetry that warn, capture operands, or switch a GEMM to BF16.

@@ -94,8 +94,8 @@ def build(given: Given, default: Any) -> Any:
     return options
 
 
-def describe_begun(config: TrainConfig, model_file: Path | None, *first: str) -> str:
-    """Describe a configuration in a line, as `describe_settings`: with the file of its shape in place of a preset."""
+def describe_new_run(config: TrainConfig, model_file: Path | None, *first: str) -> str:
+    """Describe a configuration as `describe_settings` does, with the file of its shape in place of a preset."""
     if model_file is None:
         return describe_settings(config, ("preset", *first))
     return f"model {model_file}, {describe_settings(config, first)}"

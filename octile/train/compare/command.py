@@ -17,7 +17,7 @@ from octile.train.shared_options import (
     announce,
     begin_config,
     build,
-    describe_begun,
+    describe_new_run,
     shown_config,
 )
 
@@ -125,7 +125,7 @@ def run(options: Options) -> None:
         raise ValueError("recipes is empty: name recipes, separated by commas")
     config = options.config
     if not options.resume:
-        announce(f"compares bf16 and {options.recipes}: {describe_begun(config, options.model_file, 'seed')}")
+        announce(f"compares bf16 and {options.recipes}: {describe_new_run(config, options.model_file, 'seed')}")
     with importing():
         from octile.train.compare.compare import compare
         from octile.train.compare.comparison import parse_seeds

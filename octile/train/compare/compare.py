@@ -104,7 +104,7 @@ def compare(
     if stored is not None and (changes := stored.changes(comparison)):
         raise ValueError(f"a resumed comparison keeps its settings: {describe_changes(changes)} in {out}")
     steps = parse_steps(gradient_steps, config.steps)
-    with console.stopped_before("the first run"):
+    with console.stopped_before("training"):
         if stored is not None and out is not None:
             console.print(
                 f"settings from {out / COMPARISON}: recipes {', '.join(recipes) or BASELINE}, "
@@ -125,7 +125,7 @@ def compare(
         check_unused(out)
     with lock_folder(out, is_new):
         try:
-            with console.stopped_before("the first run"):
+            with console.stopped_before("training"):
                 store = open_tokens(config, out / DATA, resume, console, Ranks.alone())
                 print_passes(config, store, console)
         except KeyboardInterrupt as interrupt:

@@ -32,7 +32,9 @@ MIN_TIME_WIDTH = 80  # characters of a terminal; a narrower one has room for a t
 MIN_FLOPS_WIDTH = 100  # the same for FLOP/s and MFU; a narrower one shows MFU, their share of the GPU's peak
 MIN_BAR_WIDTH = 120  # for the bar next to the metrics of a step
 MIN_ELAPSED_WIDTH = 140  # and for the time elapsed
-LOG_LINES, FIRST_LINE, LOG_SECONDS = 20, 10, 600  # lines of progress in a log file, steps to the first, and most time
+LOG_LINES = 20  # lines of progress in a log file
+FIRST_LOG_STEP = 10  # the step of the first one, counted from where the run begins
+MAX_LOG_SECONDS = 600  # between two of them
 SIGPIPE = 13  # also where Python's `signal` does not have it
 
 
@@ -240,7 +242,7 @@ class StepProgress:
         self.console, self.bar, self.steps, self.stage = console, bar, steps, stage
         self.task = bar.add_task("", total=steps, completed=done)
         self.every = max(1, steps // LOG_LINES)
-        self._first, self._last_printed = done + FIRST_LINE, time.perf_counter()
+        self._first_log_step, self._last_printed = done + FIRST_LOG_STEP, time.perf_counter()
         self._seconds: list[float] = []  # of training, after each step until the first line is printed
         self._has_step = self._is_compiled = self._says_compiling = False
         self._first_line: tuple[int, float] | None = None  # its step, and when it was printed
@@ -274,7 +276,8 @@ class StepProgress:
         if self._first_line is None:
             self._seconds.append(line["seconds"])
         now = time.perf_counter()
-        if line["step"] % self.every == 0 or line["step"] == self._first or now - self._last_printed > LOG_SECONDS:
+        is_late = now - self._last_printed > MAX_LOG_SECONDS
+        if line["step"] % self.every == 0 or line["step"] == self._first_log_step or is_late:
             left = (self.steps - line["step"]) * self._seconds_per_step(line)
             self.console.print(f"step {line['step']}/{self.steps}: {text}, {format_duration(left)} left")
             self._first_line, self._last_printed = self._first_line or (line["step"], now), now

@@ -76,12 +76,12 @@ def reference_time(device: torch.device) -> float:
 
 
 def gemm_seconds(
-    device: torch.device, size: int, dtype: torch.dtype = torch.float32, least: float = 0.0
+    device: torch.device, size: int, dtype: torch.dtype = torch.float32, min_seconds: float = 0.0
 ) -> list[float]:
-    """Seconds of each of five GEMMs of size³ on the device, or of so many as fill `least` seconds, after a warm-up."""
+    """Seconds of each of five GEMMs of size³ on the device, or of so many as fill `min_seconds`, after a warm-up."""
     a = torch.ones(size, size, device=device, dtype=dtype)
     seconds = list[float]()
-    while len(seconds) < 6 or sum(seconds) < least:
+    while len(seconds) < 6 or sum(seconds) < min_seconds:
         start = time.perf_counter()
         (a @ a)[0, 0].item()  # waits for the device
         seconds.append(time.perf_counter() - start)

@@ -6,7 +6,7 @@ import itertools
 import shlex
 import shutil
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -39,9 +39,11 @@ from octile.train.run.folder import RunFolder
 from octile.train.trainer import Trainer
 
 SAMPLE_TOKENS = 128
-PROMPT = "def "  # of the sample of a run on Python's source, if none is given
+PROMPT = "def "  # of the sample of a run on `stdlib` or `packages`, if none is given
 MORE_PROMPT = "class "  # likewise, of the command for further texts
 PROMPT_TOKENS = 8  # of a held-out text, with which the sample of a run on other texts begins
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a character that is cut becomes
+READ_TOKENS = 4096  # of the held-out texts, in which it is looked for
 NO_PROMPT = (
     "no held-out example has a prompt that the sample could answer: it begins a text; --prompt TEXT gives it one"
 )
@@ -78,7 +80,7 @@ def _save_whole(trainer: Trainer, folder: Path, weights: Literal["fp8", "bf16"],
 
 def _write_results(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore, console: RunConsole) -> None:
     prompt = sample_prompt(trainer.config, store)
-    if not prompt and trainer.config.prompt is None:
+    if not prompt and trainer.config.prompt is None and store.manifest.packed is not None:
         console.print(NO_PROMPT)
     _write_summary(trainer, best, run, store, prompt)
     sample = sample_text(trainer, store, run, prompt)
@@ -135,9 +137,9 @@ def _describe_examples(store: TokenStore) -> dict[str, int]:
 def sample_prompt(config: TrainConfig, store: TokenStore) -> str:
     """The prompt of the sample: that of the configuration, or one that the data suggest.
 
-    For Python's source it is PROMPT, for other texts the beginning of the held-out text, and for examples the prompt of
-    the first held-out example that has one. An example that has a loss from its first token on has no prompt; nor has
-    one for the sample whose text the tokenizer encodes otherwise, or which leaves no half of the context.
+    For `stdlib` and `packages` it is PROMPT, for other texts the beginning of a held-out one, and for examples the
+    prompt of the first held-out example that has one. An example that has a loss from its first token on has no prompt;
+    nor has one for the sample whose text the tokenizer encodes otherwise, or which leaves no half of the context.
 
     Returns:
         the prompt; "" if no held-out example has one.
@@ -146,18 +148,22 @@ def sample_prompt(config: TrainConfig, store: TokenStore) -> str:
     if config.prompt is not None:
         return config.prompt
     if not isinstance(val, PackedTokens):
-        special = store.tokenizer.special_tokens
-        return (
-            PROMPT
-            if config.data in PYTHON
-            else store.tokenizer.decode([token for token in val[: PROMPT_TOKENS + 1].tolist() if token not in special])
-        )
+        return PROMPT if config.data in PYTHON else _first_words(store.tokenizer, val[:READ_TOKENS].tolist())
     has_loss, longest = val.marks & LOSS != 0, config.model.max_position_embeddings // 2
     begins = (val.marks & FIRST != 0).nonzero()[0]
     for begin, end in itertools.pairwise([*begins.tolist(), len(val)]):
         losses = has_loss[begin:end]  # padding has none
         if losses.any() and (text := _prompt_text(store.tokenizer, val.tokens[begin:end], losses, longest)):
             return text
+    return ""
+
+
+def _first_words(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """The first line of some words of a document that is not blank, of the first that has one; "" if none has."""
+    for is_special, document in itertools.groupby(tokens, tokenizer.special_tokens.__contains__):
+        words = "" if is_special else tokenizer.decode([*itertools.islice(document, PROMPT_TOKENS)])
+        if text := words.rstrip(INCOMPLETE).strip():
+            return text.splitlines()[0]
     return ""
 
 

@@ -250,13 +250,15 @@ def _compare(config, console):
     compare(replace(config, out=None), ("deepseek_v3",), config.out, console)
 
 
-@pytest.mark.parametrize(("command", "what"), [(_train, "step"), (_compare, "run")], ids=["train", "compare"])
+@pytest.mark.parametrize(
+    ("command", "what"), [(_train, "the first step"), (_compare, "training")], ids=["train", "compare"]
+)
 def test_a_command_whose_reader_leaves_before_it_trains_is_no_success(text, tmp_path, command, what):
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as file:
         console = RunConsole(OctileConsole(file=file))
-        with pytest.raises(Stopped, match=f"before the first {what}: the reader of the output has ended") as stopped:
+        with pytest.raises(Stopped, match=f"before {what}: the reader of the output has ended") as stopped:
             command(micro(data=str(text), out=tmp_path / "run"), console)
         os.dup2(os.open(os.devnull, os.O_WRONLY), write)  # what is still buffered has no reader
     assert stopped.value.exit_code == 128 + 13

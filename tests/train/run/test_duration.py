@@ -22,7 +22,7 @@ def gflops(monkeypatch):
     """gflops(n, m): the CPU computes FP32 GEMMs at n GFLOP/s, and BF16 GEMMs at m, or has no instruction for them."""
 
     def set_speed(fp32: float, bf16: float | None = None) -> None:
-        def seconds(device: torch.device, size: int, dtype: torch.dtype, least: float) -> list[float]:
+        def seconds(device: torch.device, size: int, dtype: torch.dtype, min_seconds: float) -> list[float]:
             number = fp32 if dtype == torch.float32 else bf16
             return [2 * FAST_SIZE**3 / number / 1e9] * 5
 
