@@ -230,8 +230,9 @@ def capture_run(
         FileNotFoundError: the run or its tokens do not exist.
         IsADirectoryError, NotADirectoryError, PermissionError: the file cannot be written.
         ValueError: the file is a device, does not end in .safetensors, or lies among the run's own files; the run has
-            no such step, or did it or one before it under other schedules; a checkpoint or a file is damaged;
-            config.json was edited. Or a pattern matches no layer, or only layers match of which no GEMM is observed.
+            no such step; a checkpoint or a file is damaged; config.json was edited. The run did the step, or one that
+            is repeated before it, under other schedules. Or a pattern matches no layer, or only layers match of which
+            no GEMM is observed.
     """
     run = RunFolder.open(path)
     config = run.read_config()

@@ -27,7 +27,7 @@
     routing/        counts, rows and balance of experts
     attention/      latent attention (MLA), and the lightning indexer that chooses its keys:
       mla_decode      decoding over the paged cache
-      sparse_mla      attention to chosen keys; sparse_mla_backward, its gradients; sparse_weights, its weights
+      sparse_mla      attention to the top-k keys; sparse_mla_backward, its gradients; sparse_weights, its weights
       mqa_logits      the logits of the indexer
       top_keys        the keys with the largest logits
     compile_all.py  compiles the kernels of the catalogs without a GPU

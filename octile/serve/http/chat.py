@@ -242,10 +242,10 @@ class ChatTemplate:
         return Conversation(tokens, are_answers)
 
     def _hide_control_tokens(
-        self, variables: Mapping[str, Any], hiding: _Hiding, of_answers: re.Pattern[str]
+        self, variables: Mapping[str, Any], hiding: _Hiding, answer_tokens: re.Pattern[str]
     ) -> dict[str, Any]:
         """A template's variables without the control tokens that their texts spell; those of the assistant's differ."""
-        hide, hide_in_answers = (partial(hiding.hide, tokens) for tokens in (self._control, of_answers))
+        hide, hide_in_answers = (partial(hiding.hide, tokens) for tokens in (self._control, answer_tokens))
         messages = [
             _map_texts(message, hide_in_answers if message["role"] == "assistant" else hide)
             for message in variables["messages"]
