@@ -11,7 +11,6 @@ disaggregated/       prefill and decoding in processes of their own
 generate.py          the continuation of one prompt: `octile generate`, and the sample of a training run
 generate_command.py  the options of `octile generate`
 newest_run.py        the run that a command serves where none is named
-overlap.py           what of a text may still become a stop string or a tag
 """
 
 from importlib import import_module

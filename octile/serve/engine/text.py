@@ -9,7 +9,6 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from octile.serve.overlap import overlap
 from octile.tokenizer import Tokenizer
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -94,3 +93,8 @@ class TextStream:
         n = max(overlap(text, stop) for stop in self._stop)
         self._withheld = text[len(text) - n :]
         return text[: len(text) - n]
+
+
+def overlap(text: str, searched: str) -> int:
+    """Return the length of the longest end of a text with which the searched string begins, but is not complete."""
+    return next((n for n in range(min(len(searched) - 1, len(text)), 0, -1) if text.endswith(searched[:n])), 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octile.serve.overlap import overlap
+from octile.serve.engine.text import overlap
 
 
 def split_tag(text: str, tag: str) -> tuple[str, bool, str]:

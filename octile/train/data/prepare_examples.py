@@ -34,10 +34,10 @@ from octile.validation import json_checksum, read_text
 PREPARED_BY = (  # the source on which the tokens of examples depend
     "added_tokens.py",
     "byte_level.py",
+    "serve/engine/text.py",
     "serve/http/chat.py",
     "serve/http/reasoning.py",
     "serve/http/tags.py",
-    "serve/overlap.py",
     "tiktoken_model.py",
     "tokenizer.py",
     "train/data/corpus_index.py",
