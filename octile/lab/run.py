@@ -175,14 +175,10 @@ def restore_switches(trainer: Trainer, run: RunFolder, after: int, up_to: int) -
 
 def _guards(run: RunFolder, after: int, up_to: int) -> Iterator[dict[str, Any]]:
     """Yield the events of guards in metrics.jsonl after one step and up to another."""
-    for line in _metrics(run):
+    for line in read_lines(run.metrics_file):
         guard = line.get("guard")
         if guard and after < line["step"] <= up_to:
             yield guard
-
-
-def _metrics(run: RunFolder) -> list[Metrics]:
-    return read_lines(run.metrics_file) if run.metrics_file.exists() else []
 
 
 def _check_schedules(config: TrainConfig, recorded: Mapping[int, Metrics], steps: Iterable[int]) -> None:
@@ -260,7 +256,7 @@ def capture_run(
     say(f"step {step}: {start}, after {format_count(step - trainer.steps_done - 1, 'repeated step')}")
     if unobserved := layer_weights(trainer.model, layers).unobserved:
         say(f"not captured: {why_unobserved(unobserved)}")
-    recorded = {line["step"]: line for line in _metrics(run) if "loss" in line}
+    recorded = {line["step"]: line for line in read_lines(run.metrics_file) if "loss" in line}
     _check_schedules(config, recorded, range(trainer.steps_done + 1, step + 1))
     restore_switches(trainer, run, 0, trainer.steps_done)
     screen = Console(stderr=True)

@@ -311,11 +311,17 @@ def test_a_capture_begins_at_a_checkpoint_in_a_store(unmeasured, tmp_path):
     assert torch.equal(load(path).gemms[0].a, load(whole).gemms[0].a)
 
 
+def with_metric_of_step_4(run: Path, copy: Path, name: str, value: float | None) -> Path:
+    """Copy a run, and change a metric of its fourth step."""
+    shutil.copytree(run, copy)
+    lines = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    lines = [{**line, name: value} if line["step"] == 4 and name in line else line for line in lines]
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return copy
+
+
 def test_a_step_that_was_done_under_other_schedules_is_not_repeated(unmeasured, tmp_path):
-    run = shutil.copytree(unmeasured, tmp_path / "run")
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    lines = [{**line, "lr": 0.5} if line["step"] == 4 and "lr" in line else line for line in lines]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = with_metric_of_step_4(unmeasured, tmp_path / "run", "lr", 0.5)
     message = (
         r"^step 4 cannot be repeated: the run did it with lr 0\.5, and the schedules of \d+ steps, to which it was "
     )
@@ -325,20 +331,14 @@ def test_a_step_that_was_done_under_other_schedules_is_not_repeated(unmeasured, 
 
 @pytest.mark.slow
 def test_a_loss_with_other_bits_than_in_the_run_is_said(unmeasured, tmp_path):
-    run, messages = shutil.copytree(unmeasured, tmp_path / "run"), []
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    lines = [{**line, "loss": 1.5} if line["step"] == 4 and "loss" in line else line for line in lines]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run, messages = with_metric_of_step_4(unmeasured, tmp_path / "run", "loss", 1.5), []
     capture_run(run, 4, LAYER, ("fprop",), tmp_path / "c.safetensors", say=messages.append)
     assert "and was 1.5 in the run, so the operands have other bits than the run's" in messages[-1]
 
 
 @pytest.mark.slow
 def test_a_loss_that_is_nan_again_has_the_same_bits(unmeasured, tmp_path, monkeypatch):
-    run, messages = shutil.copytree(unmeasured, tmp_path / "run"), []
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    lines = [{**line, "loss": None} if line["step"] == 4 and "loss" in line else line for line in lines]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run, messages = with_metric_of_step_4(unmeasured, tmp_path / "run", "loss", None), []
     step = Trainer.step
     monkeypatch.setattr(Trainer, "step", lambda self: {**step(self), "loss": math.nan})
     capture_run(run, 4, LAYER, ("fprop",), tmp_path / "c.safetensors", say=messages.append)

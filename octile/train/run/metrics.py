@@ -81,8 +81,11 @@ def open_metrics(
 
 
 def read_lines(file: Path) -> list[Metrics]:
-    """The lines of metrics.jsonl or telemetry.jsonl, without damaged ones, such as one that a crash cut short."""
-    return _parse_lines(file)[0]
+    """The lines of metrics.jsonl or telemetry.jsonl, without damaged ones, such as one that a crash cut short.
+
+    There are none if there is no file.
+    """
+    return _parse_lines(file)[0] if file.exists() else []
 
 
 def truncate_after(run: RunFolder, step: int) -> list[str]:

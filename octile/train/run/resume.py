@@ -212,8 +212,7 @@ def check_restart(begun: SavedRun, config: TrainConfig, checkpoints: RunCheckpoi
 
 def _last_step(run: RunFolder) -> int:
     """The last step that a run has measured; 0 if it has measured none."""
-    lines = read_lines(run.metrics_file) if run.metrics_file.exists() else []
-    return max((line["step"] for line in lines if "loss" in line), default=0)
+    return max((line["step"] for line in read_lines(run.metrics_file) if "loss" in line), default=0)
 
 
 def restore_run(

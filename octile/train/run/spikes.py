@@ -15,7 +15,7 @@ MAX_SPIKE_TEXT = 80  # characters of the hardest sequence in a spike's record
 def spikes_so_far(run: RunFolder) -> SpikeDetector:
     """A spike detector that has seen the losses of a run to resume."""
     detector = SpikeDetector()
-    for line in read_lines(run.metrics_file) if run.metrics_file.exists() else []:
+    for line in read_lines(run.metrics_file):
         if line.get("main_loss") is not None:
             detector.update(line["step"], line["main_loss"])
     return detector
