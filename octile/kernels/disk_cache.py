@@ -148,9 +148,18 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, built: bytes) -> None:
-    partial = path.with_suffix(".partial")  # only the holder of the lock writes it
+    write_locked(path, _checksum(built) + b"\n" + built)
+
+
+def write_locked(path: Path, content: bytes) -> None:
+    """Write a file under another name and rename it. Only the holder of its lock may call this.
+
+    Raises:
+        OSError: it cannot be written; nothing is left.
+    """
+    partial = path.with_suffix(".partial")
     try:
-        partial.write_bytes(_checksum(built) + b"\n" + built)
+        partial.write_bytes(content)
         os.replace(partial, path)
     except OSError:
         partial.unlink(missing_ok=True)

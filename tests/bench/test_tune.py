@@ -42,7 +42,7 @@ def test_the_problem_is_that_of_the_operands(case, monkeypatch):
 def test_a_kernel_that_is_measured_for_groups_is_that_of_both_operators(writes_out):
     case = next(case for case in CASES if case.kind == "grouped")
     prepared = prepare_case(case, "cpu")
-    operands = *_parts(prepared.a), *_parts(prepared.b), prepared.sizes
+    operands = *gemm_case._flat(prepared.a), *gemm_case._flat(prepared.b), prepared.sizes
     if writes_out:
         request = grouped._grouped_request_out(prepared.out, *operands, 128)
     else:
@@ -52,10 +52,6 @@ def test_a_kernel_that_is_measured_for_groups_is_that_of_both_operators(writes_o
     measured = next(c for c in tune.shortlist(tune.problem(case), H200) if c.tile_m != choose(problem, H200).tile_m)
     tuned.store(rounded(tune.problem(case)), H200, measured, 1.0)
     assert choose(problem, H200) == replace(measured, zero_rest=not writes_out)
-
-
-def _parts(operand):
-    return operand.data, operand.scale, operand.block
 
 
 def _store_some(begin: int) -> None:

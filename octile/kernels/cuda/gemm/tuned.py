@@ -47,9 +47,7 @@ def store(problem: Problem, chip: Chip, config: GemmConfig, microseconds: float)
             log.warning("%s is damaged (%s): it is renamed to %s", path(), error, damaged.name)
             entries = {}
         entries[_key(problem, chip)] = {"config": asdict(config), "microseconds": microseconds}
-        partial = path().with_suffix(".partial")
-        partial.write_text(json.dumps(entries, indent=1, sort_keys=True))
-        partial.replace(path())
+        disk_cache.write_locked(path(), json.dumps(entries, indent=1, sort_keys=True).encode())
 
 
 def path() -> Path:
