@@ -25,6 +25,7 @@ from octile.report.run.memorization import find_memorization
 from octile.report.run.metrics import read_run
 from octile.report.run.page import write_run_report
 from octile.serve.engine.request import Sampling
+from octile.serve.engine.text import INCOMPLETE
 from octile.serve.generate import generate_from
 from octile.text import format_count
 from octile.tokenizer import Tokenizer
@@ -42,7 +43,6 @@ SAMPLE_TOKENS = 128
 PROMPT = "def "  # of the sample of a run on `stdlib` or `packages`, if none is given
 MORE_PROMPT = "class "  # likewise, of the command for further texts
 PROMPT_TOKENS = 8  # of a held-out text, with which the sample of a run on other texts begins
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a character that is cut becomes
 READ_TOKENS = 4096  # of the held-out texts, in which it is looked for
 NO_PROMPT = (
     "no held-out example has a prompt that the sample could answer: it begins a text; --prompt TEXT gives it one"
@@ -88,14 +88,20 @@ def _write_results(trainer: Trainer, best: BestModel, run: RunFolder, store: Tok
     report = write_run_report(run.path)
     if memorization := find_memorization(read_run(run.path)):
         console.print(str(memorization))
-    console.print_results(run, sample, report, best.best, trainer.steps_done, _more(trainer.config, store, run))
+    console.print_results(run, sample, report, best.best, trainer.steps_done, _more(trainer.config, store, run, prompt))
 
 
-def _more(config: TrainConfig, store: TokenStore, run: RunFolder) -> str:
-    """A command for further texts: a server of chats for examples, else one that continues a text."""
+def _more(config: TrainConfig, store: TokenStore, run: RunFolder, prompt: str) -> str:
+    """A command for further texts: a server of chats for examples, else one that continues a text.
+
+    Args:
+        config, store, run: those of the run.
+        prompt: that of its sample.
+    """
     if store.manifest.packed is not None:
         return f"octile serve {quoted_path(run.path)}"
-    prompt = MORE_PROMPT if config.prompt is None and config.data in PYTHON else sample_prompt(config, store)
+    if not prompt or (config.prompt is None and config.data in PYTHON):
+        prompt = MORE_PROMPT
     return f"octile generate {quoted_path(run.path)} --prompt {shlex.quote(prompt)}"
 
 
