@@ -5,8 +5,8 @@ base model has none; it gets a plain one, and the server says so.
 
 Text of a request that spells a special token, or another added token in angle brackets, stays text: it cannot end a
 message or begin another. DeepSeek's `<｜User｜>` is such a token, and not special. `<think>` and `</think>` of the
-assistant's messages are tags, which templates look for. Text is divided within such a token, which byte-level
-tokenizers, as those of all models that are served, read as it is.
+assistant's messages are tags, which templates look for. A text is divided within such a token, and both parts are
+encoded as they stand by byte-level tokenizers, which all models that are served have.
 
 Training reads whole conversations by it, and learns the assistant's messages only: what transformers' tag
 `{% generation %}` marks in a template, or what a template without that tag writes after the beginning of an answer.

@@ -340,7 +340,7 @@ class Service:
         return FORMATS[self._parsers.tool_calls]
 
     def _tags(self, form: CallFormat | None) -> tuple[int, ...]:
-        """The tokens that the parsers of a chat look for, as far as they are single tokens."""
+        """The tokens of the tags that a chat's parsers look for; a tag of several tokens has none."""
         texts = [*((BEGIN, END) if self._parsers.reasoning else ()), *(form.texts if form is not None else ())]
         found = (self.tokenizer.backend.token_to_id(text) for text in texts)
         return tuple(token for token in found if token is not None)
