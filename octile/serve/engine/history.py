@@ -1,15 +1,36 @@
 """Which tokens a text has so far: what penalties and forbidden words depend on.
 
-Shapes: none; lists of tokens on the host, of one request.
+Arrays grow with the text, so a step costs each text a copy of its different tokens, not another count of all of them.
+
+Shapes: N different tokens; arrays on the host, of one request.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+
+class _Numbers:
+    """An array of int64 that grows."""
+
+    def __init__(self, numbers: Sequence[int] | np.ndarray = ()):
+        self._array = np.array(numbers, dtype=np.int64)
+        self._n = len(numbers)
+
+    @property
+    def values(self) -> np.ndarray:
+        """Those so far: a view."""
+        return self._array[: self._n]
+
+    def append(self, number: int) -> None:
+        if self._n == len(self._array):
+            self._array = np.concatenate((self._array, np.zeros(max(64, self._n), np.int64)))
+        self._array[self._n] = number
+        self._n += 1
 
 
 class TokenCounts:
@@ -17,21 +38,54 @@ class TokenCounts:
 
     Args:
         prompt: the tokens of the prompt.
-
-    Attributes:
-        prompt: its different tokens, int64, in ascending order.
-        generated: how often each token was generated.
     """
 
     def __init__(self, prompt: Sequence[int]):
-        self.prompt = np.unique(np.asarray(prompt, dtype=np.int64))
-        self.generated = Counter[int]()
-        self._read = len(prompt)
+        self._n_read = len(prompt)
+        self._prompt = set(prompt)
+        self._seen = _Numbers([*self._prompt])
+        self._tokens, self._counts = _Numbers(), _Numbers()
+        self._index: dict[int, int] = {}  # of each generated token in these
+
+    @property
+    def seen(self) -> np.ndarray:
+        """The different tokens of prompt and text, int64 [N]."""
+        return self._seen.values
+
+    @property
+    def generated(self) -> tuple[np.ndarray, np.ndarray]:
+        """The different generated tokens, and how often each of them was generated: int64 [N] each."""
+        return self._tokens.values, self._counts.values
 
     def read(self, tokens: Sequence[int]) -> None:
         """Count the generated tokens of a text that were not counted yet; tokens: the prompt and those."""
-        self.generated.update(tokens[self._read :])
-        self._read = len(tokens)
+        for token in tokens[self._n_read :]:
+            i = self._index.setdefault(token, len(self._index))
+            if i == len(self._tokens.values):
+                self._tokens.append(token)
+                self._counts.append(0)
+                if token not in self._prompt:
+                    self._seen.append(token)
+            self._counts.values[i] += 1
+        self._n_read = len(tokens)
+
+    def generated_with(self, drafts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return `generated` of the text with some drafts after it."""
+        tokens, counts = self.generated
+        if not drafts:
+            return tokens, counts
+        counts, new = counts.copy(), Counter[int]()
+        for token in drafts:
+            if token in self._index:
+                counts[self._index[token]] += 1
+            else:
+                new[token] += 1
+        return np.concatenate((tokens, _int64(new))), np.concatenate((counts, _int64(new.values())))
+
+    def seen_with(self, drafts: Sequence[int]) -> np.ndarray:
+        """Return `seen` of the text with some drafts after it."""
+        new = {token for token in drafts if token not in self._index and token not in self._prompt}
+        return np.concatenate((self.seen, _int64(new))) if new else self.seen
 
 
 class History(NamedTuple):
@@ -58,8 +112,11 @@ class History(NamedTuple):
 
     def generated_counts(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the different generated tokens, and how often each of them was generated: int64 [N] each."""
-        counts = self.counts.generated + Counter(self.drafts) if self.drafts else self.counts.generated
-        return _int64(counts.keys(), len(counts)), _int64(counts.values(), len(counts))
+        return self.counts.generated_with(self.drafts)
+
+    def seen(self) -> np.ndarray:
+        """Return the different tokens of prompt and text, int64 [N]."""
+        return self.counts.seen_with(self.drafts)
 
     def ends_with(self, tokens: Sequence[int]) -> bool:
         """Whether the last generated tokens are these."""
@@ -70,5 +127,5 @@ class History(NamedTuple):
         return last == list(tokens)
 
 
-def _int64(numbers: Iterable[int], n: int) -> np.ndarray:
-    return np.fromiter(numbers, dtype=np.int64, count=n)
+def _int64(numbers: Collection[int]) -> np.ndarray:
+    return np.fromiter(numbers, dtype=np.int64, count=len(numbers))

@@ -28,6 +28,7 @@ from torch import Tensor
 from octile.serve.engine.grammar import WORD
 from octile.serve.engine.history import History
 from octile.serve.engine.request import Sampling
+from octile.serve.send import send
 
 
 class _Entries(NamedTuple):
@@ -60,11 +61,10 @@ def penalized(logits_LV: Tensor, how: Sequence[tuple[Sampling, History | None]])
         if len(forbidden):
             masked.append((i, forbidden, -math.inf))
         biases += [(i, np.array([token]), bias) for token, bias in sampling.logit_bias]
-        tokens, counts = text.generated_counts()
         if sampling.repetition_penalty != 1:
-            seen.append((i, np.union1d(text.counts.prompt, tokens), sampling.repetition_penalty))
+            seen.append((i, text.seen(), sampling.repetition_penalty))
         if sampling.frequency_penalty or sampling.presence_penalty:
-            generated.append((i, tokens, counts))
+            generated.append((i, *text.generated_counts()))
             penalties.append((sampling.frequency_penalty, sampling.presence_penalty))
     if masked:
         at = _entries(masked, logits_LV)
@@ -87,11 +87,11 @@ def penalized(logits_LV: Tensor, how: Sequence[tuple[Sampling, History | None]])
 def _apply_masks(logits_LV: Tensor, rows: Sequence[int], masks: Sequence[np.ndarray]) -> None:
     """Mask the tokens of some rows whose bits are 0; masks: int32 [V / 32] each."""
     device = logits_LV.device
-    words_RW1 = torch.from_numpy(np.stack(masks)).to(device)[:, :, None]
+    words_RW1 = send(torch.from_numpy(np.stack(masks)), device)[:, :, None]
     bits_RV = (words_RW1 >> torch.arange(WORD, dtype=torch.int32, device=device) & 1).flatten(1)[
         :, : logits_LV.shape[1]
     ]
-    at = torch.tensor(rows, device=device)
+    at = send(torch.tensor(rows), device)
     logits_LV[at] = logits_LV[at].masked_fill(bits_RV == 0, -math.inf)
 
 
@@ -110,4 +110,4 @@ def _entries(parts: Sequence[tuple[int, np.ndarray, float | np.ndarray]], like: 
     tokens = np.concatenate([tokens for _, tokens, _ in parts])
     values = [np.broadcast_to(np.asarray(value, np.float32), len(at)) for _, at, value in parts]
     numbers = rows, tokens, np.concatenate(values)
-    return _Entries(*(torch.from_numpy(each).to(like.device) for each in numbers))
+    return _Entries(*(send(torch.from_numpy(each), like.device) for each in numbers))

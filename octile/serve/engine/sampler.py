@@ -29,6 +29,7 @@ from octile.ops.sample_tokens import NOT_A_NUMBER, sample_tokens
 from octile.serve.engine.history import History
 from octile.serve.engine.penalties import penalized
 from octile.serve.engine.request import Sampling, TokenLogprobs
+from octile.serve.send import send
 
 T = TypeVar("T")
 
@@ -64,8 +65,8 @@ def choose(logits_LV: Tensor, rows: Sequence[Row]) -> Tensor:
     samplings = [row.sampling for row in rows]
     integers = [row.seed for row in rows], [row.position for row in rows], [s.top_k for s in samplings]
     shares = [s.temperature for s in samplings], [s.top_p for s in samplings], [s.min_p for s in samplings]
-    seeds_L, positions_L, top_k_L = _on_device(integers, torch.int64, logits_LV)
-    temperature_L, top_p_L, min_p_L = _on_device(shares, torch.float64, logits_LV)
+    seeds_L, positions_L, top_k_L = send(torch.tensor(integers, dtype=torch.int64), logits_LV.device)
+    temperature_L, top_p_L, min_p_L = send(torch.tensor(shares, dtype=torch.float64), logits_LV.device)
     return sample_tokens(logits_LV, seeds_L, positions_L, temperature_L.float(), top_k_L, top_p_L, min_p_L)
 
 
@@ -98,12 +99,6 @@ def token_logprobs(logits_LV: Tensor, tokens: Sequence[int], counts: Sequence[in
         TokenLogprobs(token, logprob, tuple(zip(best[:count], values[:count], strict=True)), rank)
         for token, logprob, best, values, count, rank in rows
     ]
-
-
-def _on_device(numbers: Sequence[object], dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Make a tensor on the device of another one; the host does not wait for a GPU."""
-    t = torch.tensor(numbers, dtype=dtype, pin_memory=like.is_cuda)
-    return t.to(like.device, non_blocking=True)
 
 
 class ChosenTokens:

@@ -52,10 +52,10 @@ from octile.serve.runner.step import (
     Step,
     mixed_step,
     padded_size,
-    send,
 )
 from octile.serve.runner.step_costs import StepCosts
 from octile.serve.runner.warm_up import SAMPLED, warm_up_batches
+from octile.serve.send import send
 from octile.serve.weights.live import LiveWeights
 from octile.serve.weights.replaceable import ReplaceableWeights
 from octile.serve.weights.routed_shared_experts import check_batch_invariant

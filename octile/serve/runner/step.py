@@ -27,6 +27,7 @@ from octile.ops.absorbed_attention import ROWS
 from octile.ops.latent_cache import PAGE
 from octile.serve.engine.config import MAX_DRAFTS
 from octile.serve.runner.batch import Batch, Chunk
+from octile.serve.send import send
 
 MAX_DECODE_TOKENS = 1 + MAX_DRAFTS  # of a chunk that attends in the absorbed form: a token, and drafts to be verified
 CONTEXT_POSITIONS = 2**14  # whose keys and values are in memory at once: more only if the step has more tokens
@@ -339,13 +340,6 @@ def decode_step(numbers: Tensor, pages: Tensor, is_sparse: bool) -> Step:
     """Make a step of decode rows alone, of numbers [4, T] and pages [T, M] of `DecodeRows`; is_sparse as in `Step`."""
     tokens, positions, slots, lengths = numbers.unbind()
     return Step(tokens, positions, slots, pages, lengths.to(torch.int32), None, (), is_sparse=is_sparse)
-
-
-def send(t: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor from the host to a device; the host does not wait for a GPU."""
-    if device.type != "cuda" or not t.numel():
-        return t.to(device)
-    return t.pin_memory().to(device, non_blocking=True)
 
 
 def mixed_step(

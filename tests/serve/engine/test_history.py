@@ -1,5 +1,10 @@
 """Tests of what a text has so far."""
 
+from collections import Counter
+
+from hypothesis import given
+from hypothesis.strategies import integers, lists
+
 from octile.serve.engine.history import History, TokenCounts
 
 
@@ -12,15 +17,29 @@ def test_tokens_are_counted_once_however_often_a_text_is_read():
     counts = TokenCounts([5, 5, 2])
     for end in (3, 4, 4, 7):
         counts.read([5, 5, 2, 7, 7, 1, 7][:end])
-    assert counts.prompt.tolist() == [2, 5]
-    assert dict(counts.generated) == {7: 3, 1: 1}
+    assert sorted(counts.seen.tolist()) == [1, 2, 5, 7]
+    assert counts_of(History(counts, [7, 7, 1, 7])) == {7: 3, 1: 1}
 
 
 def test_drafts_are_counted_for_their_row_alone():
     counts = TokenCounts([1])
     counts.read([1, 4])
-    assert counts_of(History(counts, [4], [4, 6])) == {4: 2, 6: 1}
-    assert counts_of(History(counts, [4])) == {4: 1}
+    with_drafts, without = History(counts, [4], [4, 6, 1, 6]), History(counts, [4])
+    assert counts_of(with_drafts) == {4: 2, 6: 2, 1: 1}
+    assert sorted(with_drafts.seen().tolist()) == [1, 4, 6]
+    assert counts_of(without) == {4: 1}
+    assert sorted(without.seen().tolist()) == [1, 4]
+
+
+@given(lists(integers(0, 9)), lists(integers(0, 9), max_size=300), lists(integers(0, 12), max_size=5), integers(1, 50))
+def test_tokens_and_drafts_are_counted_as_a_counter_does(prompt, text, drafts, n_together):
+    counts = TokenCounts(prompt)
+    for end in range(0, len(text) + n_together, n_together):
+        generated = text[:end]
+        counts.read([*prompt, *generated])
+        history = History(counts, generated, drafts)
+        assert counts_of(history) == Counter([*generated, *drafts])
+        assert sorted(history.seen().tolist()) == sorted({*prompt, *generated, *drafts})
 
 
 def test_a_text_ends_with_generated_tokens_and_drafts_and_not_with_its_prompt():
