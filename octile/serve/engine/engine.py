@@ -48,6 +48,7 @@ from octile.tokenizer import Tokenizer
 NOT_FINITE = "the model's logits are not finite"  # how the errors of such requests begin
 COMPILE_SECONDS = 0.01  # for which a step waits if all requests wait for their grammar
 SCORED_ROWS = 256  # of prompts, whose logits are in memory at once
+ENDED = Row(Sampling(temperature=0.0), 0, 0)  # of a request whose token is not wanted any more
 NO_TOKEN_WORDS = {NOT_A_NUMBER: "NaN", POSITIVE_INFINITY: "+Inf", ALL_MASKED: "-Inf for all tokens"}
 
 
@@ -68,20 +69,21 @@ class _InFlight(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """A forward pass of chunks that is launched: its tokens are chosen already, or when it is collected.
+    """A forward pass of chunks that is launched: its tokens are chosen already, or later.
 
-    A decode step becomes one when a pass is launched after it.
+    They are chosen later if that depends on the tokens of the pass before, which the host does not know yet, or if more
+    than tokens is wanted. A decode step becomes a pass when another one is launched after it.
 
     Attributes:
         scheduled: its requests, and how many tokens of each it computes,
-        rows: how the token after each of its logits is chosen, and
-        results: what the runner computes, if tokens are chosen when it is collected.
+        n_logits: how many of these have logits, the last ones, and
+        results: what the runner computes, if tokens are chosen later.
         choosing: the requests that get a token, and its position, if it is chosen.
         chosen: the tokens that it has chosen; None: it has not.
     """
 
     scheduled: Sequence[Scheduled] = ()
-    rows: Sequence[Row] = ()
+    n_logits: Sequence[int] = ()
     results: Results | None = None
     choosing: Sequence[tuple[Request, int]] = ()
     chosen: ChosenTokens | DecodedTokens | None = None
@@ -235,8 +237,9 @@ class Engine:
         """Run one forward pass, and return what it adds to each request that has new tokens or ends.
 
         If the runner can, the next pass is launched before this one's tokens are collected, so that a GPU does not wait
-        for the host. That is if all requests decode (`Runner.decode`), and before or after a pass with prompts if all
-        sample plainly.
+        for the host. That is if all requests decode (`Runner.decode`), and otherwise if nothing but tokens is wanted.
+        Where these depend on the text before them, as with a grammar or a penalty, they are chosen once that is
+        known, while the GPU computes the logits.
         """
         failed = self._take_compiled() if self._compiling else []
         return failed + self._first_outputs() + self._next_outputs()
@@ -334,6 +337,8 @@ class Engine:
 
     def _next_outputs(self) -> list[Output]:
         launched = self._in_flight
+        if isinstance(launched, _Pass) and launched.chosen is None:
+            launched = self._choose(launched)
         if launched is None and self._can_launch(None):
             launched = self._launch(None, self.n_drafts)
         if launched is None and (scheduled := self._scheduler.schedule()):
@@ -356,9 +361,7 @@ class Engine:
         after = self._launch_after(launched)
         self._in_flight = None
         outputs = self._collect(launched)
-        if isinstance(after, _Pass) and after.chosen is None:  # another request has joined that needs more than a token
-            outputs += self._collect(after)
-        elif self._requests:
+        if self._requests:
             self._in_flight = after
         self.draft()
         return outputs
@@ -367,7 +370,7 @@ class Engine:
         """Launch what can follow a pass whose tokens are not collected; None: nothing can, or the host must wait."""
         if launched.chosen is None:
             return None
-        if self._has_plain_pass():
+        if self._has_pass_ahead():
             scheduled = self._scheduler.schedule()
             return self._launch_pass(scheduled, launched.chosen.on_device) if scheduled else None
         # decode steps would leave out a request whose token the pass does not choose: one of its prompt may be left
@@ -376,16 +379,16 @@ class Engine:
         return self._launch(launched, 0) if has_all and is_small and self._can_launch(launched) else None
 
     def _precedes_pass(self, launched: _InFlight) -> bool:
-        """Whether a pass with prompts can follow a decode step whose tokens are not collected."""
+        """Whether a pass of chunks can follow a decode step whose tokens are not collected."""
         goes_ahead = self.runs_ahead and self._drafter is None and launched.tokens.on_device is not None
-        return goes_ahead and self._has_plain_pass()
+        return goes_ahead and self._has_pass_ahead()
 
-    def _has_plain_pass(self) -> bool:
-        """Whether the next pass has prompts, and nothing but tokens is wanted of those that run."""
+    def _has_pass_ahead(self) -> bool:
+        """Whether no decode step is next but a pass of chunks, and nothing but tokens is wanted of those that run."""
         running, waiting = self._scheduler.running.values(), self._scheduler.waiting
         if waiting and waiting[0].tokens[-1] < 0:  # it was preempted: no pass reads its tokens before they are known
             return False
-        if not (self._scheduler.can_admit() or any(request.n_pending > 1 for request in running)):
+        if all(map(self._decodes_ahead, running)) and not self._scheduler.can_admit():
             return False
         return all(map(_needs_only_tokens, running))
 
@@ -446,30 +449,51 @@ class Engine:
         """
         self._steps += 1
         self._steps_ahead += chosen_before is not None
-        rows: list[Row] = []
-        chunks = [_chunk(s, rows, self._end_tokens) for s in scheduled]
-        continues = any(request.tokens[-1] < 0 for request, _ in scheduled)
-        results = self._runner.run(Batch(chunks, chosen_before if continues else None))
+        chunks = [_chunk(s) for s in scheduled]
+        continued = [request for request, _ in scheduled if request.tokens[-1] < 0]
+        results = self._runner.run(Batch(chunks, chosen_before if continued else None))
+        launched = _Pass(scheduled, [chunk.n_logits for chunk in chunks], results)
+        needs_text = any(request.sampling.changes_logits for request in continued)
+        return launched if needs_text else self._choose(launched)
+
+    def _choose(self, launched: _Pass) -> _Pass:
+        """Choose the tokens of a pass, which a GPU may not have computed yet, if nothing but tokens is wanted."""
+        scheduled, n_logits, results = launched.scheduled, launched.n_logits, launched.results
+        assert results is not None  # until its tokens are chosen
         goes_ahead = self.runs_ahead and self._drafter is None
         if not (goes_ahead and all(_needs_only_tokens(request) for request, _ in scheduled)):
-            return _Pass(scheduled, rows, results)
+            return launched
+        rows = self._rows(launched)
         try:
             tokens = choose(results.logits, rows) if rows else results.logits.new_empty(0, dtype=torch.int64)
             chosen = ChosenTokens(tokens)
         except Exception:  # of one row or several: `choose_tokens` finds which
-            return _Pass(scheduled, rows, results)
+            return launched
         choosing: list[tuple[Request, int]] = []
-        for request, n_tokens in scheduled:
+        for (request, n_tokens), n in zip(scheduled, n_logits, strict=True):
             end = request.n_computed + n_tokens
-            is_last = end == len(request.tokens)
-            if n_tokens == 1 and is_last:
+            if n:
+                choosing.append((request, end))
+            if request.finish_reason is not None:
+                continue  # it has ended since the pass was launched
+            if n_tokens == 1 and n:
                 request.n_computed = end  # its page is shared when the token in it is known
             else:
                 self._scheduler.advance(request, end)
-            if is_last:
-                choosing.append((request, end))
+            if n:
                 request.tokens.append(-len(choosing))
         return _Pass(choosing=choosing, chosen=chosen)
+
+    def _rows(self, launched: _Pass) -> list[Row]:
+        """How the token after each of a pass's logits is chosen, of requests that have ended in any way."""
+        rows: list[Row] = []
+        for (request, _), n in zip(launched.scheduled, launched.n_logits, strict=True):
+            if request.finish_reason is not None:
+                rows += [ENDED] * n
+            elif n:
+                length, texts = len(request.tokens), request.histories(self._end_tokens, request.drafts)
+                rows += [Row(request.sampling, request.seed, length + i, text) for i, text in enumerate(texts)]
+        return rows
 
     def _collect(self, launched: _InFlight | _Pass) -> list[Output]:
         """Wait for a step, and return what it adds to its requests."""
@@ -477,8 +501,7 @@ class Engine:
             return self._collect_decoded(launched)
         if launched.chosen is not None:
             return self._collect_chosen(launched.choosing, launched.chosen.wait_for_chosen())
-        assert launched.results is not None  # one of them is
-        return self._collect_logits(launched.scheduled, launched.rows, launched.results)
+        return self._collect_logits(launched)
 
     def _collect_chosen(self, choosing: Sequence[tuple[Request, int]], tokens: Sequence[int]) -> list[Output]:
         """Return what the tokens of a pass add to its requests, which may have a number for the next token, too."""
@@ -495,32 +518,30 @@ class Engine:
                 request.tokens.extend(later)
         return outputs
 
-    def _collect_logits(self, scheduled: Sequence[Scheduled], rows: Sequence[Row], results: Results) -> list[Output]:
+    def _collect_logits(self, launched: _Pass) -> list[Output]:
         """Choose the tokens of a pass, and return what they add to its requests."""
-        tokens, logprobs, errors = choose_tokens(results.logits, rows)
-        wrong = self._score_prompts(scheduled, results.hidden)
+        results = launched.results
+        assert results is not None  # until its tokens are chosen
+        tokens, logprobs, errors = choose_tokens(results.logits, self._rows(launched))
+        wrong = self._score_prompts(launched.scheduled, results.hidden)
         outputs: list[Output] = []
         computed: list[Computed] = []
         n_rows = first = 0
-        for request, n_tokens in scheduled:
-            start, row = request.n_computed, first
-            first += n_tokens
+        for (request, n_tokens), n in zip(launched.scheduled, launched.n_logits, strict=True):
+            start, row, own = request.n_computed, first, range(n_rows, n_rows + n)
+            first, n_rows = first + n_tokens, n_rows + n
             if request.finish_reason is not None:
-                n_rows += 1  # by its token of the pass before: it decodes
-            elif request.id in wrong:
+                continue  # it has ended since the pass was launched
+            if request.id in wrong:
                 request.prompt_logprobs.clear()
                 outputs.append(self._extend(request, 0, [NOT_A_NUMBER], 0, why=wrong[request.id]))
-                n_rows += start + n_tokens >= len(request.tokens)
-            elif start + n_tokens >= len(request.tokens):
-                n_drafts = len(request.drafts)
-                own = range(n_rows, n_rows + 1 + n_drafts)
-                chosen = tokens[n_rows : n_rows + 1 + n_drafts]
+            elif n:
+                n_drafts, chosen = n - 1, tokens[own.start : own.stop]
                 why = next((errors[i] for i in own if i in errors), None)
                 n_accepted = count_accepted(request.drafts, chosen) if n_drafts else 0
                 n_tokens -= n_drafts - n_accepted
                 scored = [logprobs[i] for i in own if i in logprobs] if logprobs else []
                 outputs.append(self._extend(request, n_tokens, chosen[: n_accepted + 1], n_drafts, scored, why))
-                n_rows += 1 + n_drafts
             else:
                 self._scheduler.advance(request, start + n_tokens)
             if self._drafter is not None and request.finish_reason is None:
@@ -647,10 +668,10 @@ class Engine:
         return _InFlight(requests, verified, n_drafts, self._runner.decode(rows, n_drafts, log_probs, chosen))
 
     def _decodes_ahead(self, request: Request) -> bool:
-        """Whether a request decodes, and a decode step that is launched ahead honors its sampling."""
+        """Whether a request decodes, and a decode step honors its sampling."""
         sampling = request.sampling
         has_results = sampling.logprobs is None or not self.config.n_drafts  # with drafts a step returns tokens alone
-        return request.n_pending == 1 and sampling.can_run_ahead and has_results
+        return request.n_pending == 1 and sampling.joins_decode_steps and has_results
 
     def _collect_decoded(self, launched: _InFlight) -> list[Output]:
         """Wait for a decode step, and return what it adds to its requests."""
@@ -787,9 +808,8 @@ class Engine:
 
 
 def _needs_only_tokens(request: Request) -> bool:
-    """Whether of a pass nothing but the token is wanted, which does not depend on the tokens before."""
-    sampling = request.sampling
-    return sampling.can_run_ahead and sampling.logprobs is None and not request.needs_prompt_logprobs
+    """Whether of a pass nothing but the token is wanted."""
+    return request.sampling.logprobs is None and not request.needs_prompt_logprobs
 
 
 def _n_known(request: Request) -> int:
@@ -832,15 +852,12 @@ def _describe_logits(no_token: int, request: Request) -> str:
     )
 
 
-def _chunk(scheduled: Scheduled, rows: list[Row], end_tokens: Collection[int]) -> Chunk:
-    """The chunk of a request; the rows of logits that it asks for are appended."""
+def _chunk(scheduled: Scheduled) -> Chunk:
+    """The chunk of a request."""
     request, n_tokens = scheduled
     start, tokens, drafts = request.n_computed, request.tokens, request.drafts
-    length = len(tokens)
-    if start + n_tokens < length:
+    if start + n_tokens < len(tokens):
         return Chunk(tokens[start : start + n_tokens], start, request.pages, 0)
-    for i, text in enumerate(request.histories(end_tokens, drafts)):
-        rows.append(Row(request.sampling, request.seed, length + i, text))
     if not drafts:
         return Chunk(tokens[start:], start, request.pages, 1)
     return Chunk(tokens[start:] + array("q", drafts), start, request.pages, 1 + len(drafts))

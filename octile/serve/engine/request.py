@@ -24,12 +24,12 @@ MAX_STOPS = 32
 MAX_TOKENS_NAMED = 1024  # of logit_bias, stop_token_ids or bad_words
 
 # Fields of `Sampling` by who honors them. A field that is in none of these sets is honored by nobody: unless it has its
-# default, its requests take no part in decode steps that are launched ahead.
+# default, its requests take no part in decode steps (`Runner.decode`).
 OF_OPERATOR = frozenset({"temperature", "seed", "top_k", "top_p", "min_p"})  # `octile.ops.sample_tokens`
 OF_ENGINE = frozenset(  # the engine, once a token is chosen
     {"max_new_tokens", "stop", "ignore_eos", "stop_token_ids", "skip_special_tokens", "shown_tokens"}
 )
-OF_LOGITS = frozenset({"logprobs"})  # whoever has the logits, once a token is chosen; 0: also steps launched ahead
+OF_LOGITS = frozenset({"logprobs"})  # whoever has the logits, once a token is chosen; 0: also decode steps
 OF_PROMPT = frozenset({"prompt_logprobs"})  # the engine, while it prefills: decode steps have nothing to do for them
 OF_TEXT = frozenset(  # `penalties.penalized`, before a token is chosen
     {
@@ -154,8 +154,8 @@ class Sampling:
         return not self._has_defaults_besides(frozenset(f.name for f in fields(self)) - OF_TEXT)
 
     @cached_property
-    def can_run_ahead(self) -> bool:
-        """Whether decode steps that are launched ahead honor all fields.
+    def joins_decode_steps(self) -> bool:
+        """Whether decode steps (`Runner.decode`) honor all fields.
 
         They return tokens, and without drafts the log-probabilities of these, but no other tokens'.
         """

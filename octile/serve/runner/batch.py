@@ -69,7 +69,7 @@ class DecodeRequest(NamedTuple):
         source: its number in the step before, whose tokens it continues; -1: its tokens are given.
         position: position of its last token; of a request with a source that of its first row in the step before.
         end: positions of its text that are computed: nothing is written from here on.
-        seed, top_k: fields of its sampling, which `Sampling.can_run_ahead`.
+        seed, top_k: fields of its sampling, which `Sampling.joins_decode_steps`.
         n_drafts: the drafts after its last token that are verified, no more than there are and than the step has rows
             for. There are those in `tokens`, or those that the step of its source has made.
         temperature, top_p, min_p: further fields of its sampling.

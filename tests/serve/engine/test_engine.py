@@ -348,19 +348,23 @@ def test_a_request_that_can_join_is_not_kept_waiting_by_steps_ahead(engine_of):
     assert len(late.tokens) == 3
 
 
-def test_a_sampling_field_that_no_decode_step_honors_keeps_its_request_from_running_ahead(engine_of):
+def test_a_sampling_field_that_no_decode_step_honors_keeps_its_request_from_decode_steps(engine_of):
     engine = engine_of(FakeRunner(max_ahead=4))
     engine.add([1, 2], WithTypicalP(9, temperature=1.0, ignore_eos=True, typical_p=0.9))
     run(engine)
-    assert engine.stats().steps_ahead == 0
+    assert engine._runner.decode_steps == 0
 
 
-def test_one_request_that_decode_steps_cannot_sample_keeps_the_batch_from_running_ahead(engine_of):
-    engine = engine_of(FakeRunner(max_ahead=4))
-    engine.add([1, 2], Sampling(20, 1.0, ignore_eos=True))
-    engine.add([3, 4], Sampling(20, 1.0, presence_penalty=0.5, ignore_eos=True))
+def test_with_a_request_that_decode_steps_cannot_sample_passes_are_launched_ahead(engine_of):
+    runner = FakeRunner(max_ahead=4)
+    engine = engine_of(runner)
+    plain = engine.add([1, 2], Sampling(20, 1.0, seed=0, ignore_eos=True))
+    penalized = engine.add([3, 4], Sampling(20, 1.0, seed=1, presence_penalty=0.5, ignore_eos=True))
     run(engine)
-    assert engine.stats().steps_ahead == 0
+    for request in (plain, penalized):
+        assert request.tokens[2:].tolist() == runner.text_of(request.prompt, request.sampling)
+    assert runner.decode_steps == 0
+    assert (engine.stats().steps, engine.stats().steps_ahead) == (20, 19)
 
 
 def test_closing_frees_everything(engine_of):

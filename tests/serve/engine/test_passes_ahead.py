@@ -27,6 +27,13 @@ WAYS = (
     {"prompt_logprobs": 1},
     {"temperature": 1.0, "presence_penalty": 0.5},
 )
+OF_TEXT = (  # whose tokens are chosen once the host knows those before
+    *PLAIN,
+    {"temperature": 1.0, "presence_penalty": 0.5, "repetition_penalty": 1.2},
+    {"temperature": 1.0, "frequency_penalty": 0.5, "stop": ("e",)},
+    {"bad_words": ((65,), (66, 67)), "min_tokens": 1, "logit_bias": ((70, 2.0),)},
+    {"temperature": 1.0, "grammar": "start: /[a-f]{1,9}(g|h)/"},
+)
 
 
 @pytest.fixture
@@ -109,6 +116,36 @@ def test_decode_steps_and_passes_are_launched_before_the_host_waits_for_each_oth
     run(engine)
     for request in requests:
         assert request.tokens.tolist() == [*request.prompt, *runner.text_of([*request.prompt], request.sampling)]
+
+
+def test_a_pass_is_launched_before_the_tokens_that_its_own_depend_on_are_known(engine_of, monkeypatch):
+    events = []
+    runner = FakeRunner(n_pages=40, max_ahead=4)
+    launch, wait, choose = runner.run, ChosenTokens.wait_for_chosen, engine_module.choose
+    monkeypatch.setattr(runner, "run", lambda batch: events.append("pass") or launch(batch))
+    monkeypatch.setattr(ChosenTokens, "wait_for_chosen", lambda self: events.append("wait") or wait(self))
+    monkeypatch.setattr(engine_module, "choose", lambda *args: events.append("choose") or choose(*args))
+    engine = engine_of(runner=runner)
+    for seed in range(2):
+        engine.add([seed, 2], Sampling(4, 1.0, seed=seed, presence_penalty=1.0, ignore_eos=True))
+    run(engine)
+    assert events == ["pass", "choose", *3 * ["pass", "wait", "choose"], "wait"]
+
+
+def test_a_pass_of_plain_requests_is_chosen_at_once_beside_one_that_depends_on_its_text(engine_of):
+    """A prompt with a penalty begins beside a decode row whose token is not known: neither needs it."""
+    engine = engine_of()
+    plain = engine.add([1, 2], Sampling(9, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    penalized = engine.add([3] * 5, Sampling(3, 1.0, seed=1, presence_penalty=1.0, ignore_eos=True))
+    engine.step()
+    assert engine._in_flight.chosen is not None
+    engine.step()
+    assert engine._in_flight.chosen is None  # its next token depends on the first one
+    run(engine)
+    for request in (plain, penalized):
+        assert request.tokens.tolist() == [*request.prompt, *engine._runner.text_of(request.prompt, request.sampling)]
 
 
 def test_a_prompt_of_which_a_pass_leaves_one_token_is_not_left_out_of_the_decode_steps_after_it(engine_of):
@@ -218,7 +255,7 @@ def random_run(engine, seed, ways, n_cancel=0, max_new=12, pause=3):
 
 
 @pytest.mark.one_case
-@pytest.mark.parametrize("ways", [PLAIN, WAYS], ids=["plain", "mixed"])
+@pytest.mark.parametrize("ways", [PLAIN, WAYS, OF_TEXT], ids=["plain", "mixed", "of_text"])
 @pytest.mark.parametrize("seed", range(4))
 def test_each_request_gets_what_it_gets_where_each_pass_is_collected_at_once(engine_of, seed, ways):
     expected = random_run(engine_of(ahead=False), seed, ways)
@@ -230,21 +267,23 @@ def test_each_request_gets_what_it_gets_where_each_pass_is_collected_at_once(eng
 
 
 @pytest.mark.one_case
+@pytest.mark.parametrize("ways", [WAYS, OF_TEXT], ids=["mixed", "of_text"])
 @pytest.mark.parametrize("seed", range(4))
-def test_texts_that_were_preempted_are_the_same(engine_of, seed):
-    expected = random_run(engine_of(ahead=False), seed, WAYS, max_new=40)
+def test_texts_that_were_preempted_are_the_same(engine_of, seed, ways):
+    expected = random_run(engine_of(ahead=False), seed, ways, max_new=40)
     engine = engine_of(runner=FakeRunner(n_pages=24, scale=2.0, max_ahead=4))
-    assert random_run(engine, seed, WAYS, max_new=40) == expected
+    assert random_run(engine, seed, ways, max_new=40) == expected
     assert passes_ahead(engine) > 0
     assert engine.stats().preemptions > 0
     assert engine.stats().used_pages == 0
 
 
+@pytest.mark.parametrize("ways", [WAYS, OF_TEXT], ids=["mixed", "of_text"])
 @pytest.mark.parametrize("seed", range(2))
-def test_a_canceled_request_changes_no_other(engine_of, seed):
-    expected = random_run(engine_of(ahead=False), seed, WAYS)
+def test_a_canceled_request_changes_no_other(engine_of, seed, ways):
+    expected = random_run(engine_of(ahead=False), seed, ways)
     engine = engine_of()
-    found = random_run(engine, seed, WAYS, n_cancel=8)
+    found = random_run(engine, seed, ways, n_cancel=8)
     ended = {i: result for i, result in found.items() if result[-1] is not None}
     assert engine.stats().canceled > 0
     assert engine.stats().used_pages == 0
@@ -294,7 +333,8 @@ def test_logits_that_are_not_finite_end_only_their_request(engine_of):
     assert passes_ahead(engine) > 0
 
 
-def test_an_exception_when_tokens_are_chosen_ends_only_the_request_that_raises_it(engine_of, monkeypatch):
+@pytest.mark.parametrize("logit_bias", [(), ((70, 1.0),)], ids=["plain", "of_text"])
+def test_an_exception_when_tokens_are_chosen_ends_only_the_request_that_raises_it(engine_of, monkeypatch, logit_bias):
     def raising(logits, rows):
         if any(row.seed == 3 for row in rows):
             raise RuntimeError("no choice")
@@ -305,23 +345,24 @@ def test_an_exception_when_tokens_are_chosen_ends_only_the_request_that_raises_i
     monkeypatch.setattr("octile.serve.engine.sampler.choose", raising)
     engine = engine_of(max_step_tokens=8)
     for seed in range(5):
-        engine.add([seed] * 20, Sampling(6, seed=seed, ignore_eos=True))
+        engine.add([seed] * 20, Sampling(6, seed=seed, ignore_eos=True, logit_bias=logit_bias))
     found = run(engine)
     assert {i for i, result in found.items() if result[-1] == FinishReason.ERROR} == {3}
     for i in (0, 1, 2, 4):
-        assert [*found[i][0]] == engine._runner.text_of([i] * 20, Sampling(6, seed=i))
+        assert [*found[i][0]] == engine._runner.text_of([i] * 20, Sampling(6, seed=i, logit_bias=logit_bias))
 
 
+@pytest.mark.parametrize("changes", [{}, {"presence_penalty": 0.1}], ids=["plain", "of_text"])
 @pytest.mark.parametrize("in_flight", ["finish", "recompute", "continue"])
-def test_weights_are_updated_after_the_pass_in_flight(engine_of, in_flight):
+def test_weights_are_updated_after_the_pass_in_flight(engine_of, in_flight, changes):
     runner = FakeRunner(n_pages=60, max_ahead=4)
     engine = engine_of(runner=runner, max_step_tokens=8)
-    first = engine.add([1, 2], Sampling(12, ignore_eos=True))
+    first = engine.add([1, 2], Sampling(12, ignore_eos=True, **changes))
     engine.add([3] * 60, Sampling(1))
     for _ in range(3):
         engine.step()
     assert isinstance(engine._in_flight, engine_module._Pass)
-    n_before = first.tokens.tolist().index(-1) - 2
+    n_before = first.n_generated - (first.tokens[-1] < 0)
     outputs = engine.update_weights(in_flight)
     new = [token for output in outputs if output.request_id == first.id for token in output.tokens]
     assert min(first.tokens) >= 0

@@ -54,19 +54,19 @@ def test_every_field_is_honored_by_one_part():
 @pytest.mark.parametrize("name", OTHERS)
 def test_only_fields_of_operator_and_engine_and_of_prompts_run_ahead(name):
     sampling = Sampling(**{"temperature": 1.0, name: OTHERS[name]})
-    assert sampling.can_run_ahead == (name in OF_OPERATOR | OF_ENGINE | OF_PROMPT)
+    assert sampling.joins_decode_steps == (name in OF_OPERATOR | OF_ENGINE | OF_PROMPT)
     assert sampling.changes_logits == (name in OF_TEXT)
 
 
 def test_log_probabilities_of_chosen_tokens_run_ahead_and_those_of_others_do_not():
-    assert [Sampling(logprobs=n).can_run_ahead for n in (None, 0, 1)] == [True, True, False]
+    assert [Sampling(logprobs=n).joins_decode_steps for n in (None, 0, 1)] == [True, True, False]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_field_that_nobody_honors_does_not_run_ahead(temperature):
     unset, given = WithTypicalP(temperature=temperature), WithTypicalP(temperature=temperature, typical_p=0.9)
-    assert unset.can_run_ahead
-    assert not given.can_run_ahead
+    assert unset.joins_decode_steps
+    assert not given.joins_decode_steps
 
 
 @pytest.mark.parametrize(
