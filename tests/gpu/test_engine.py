@@ -126,6 +126,40 @@ def test_a_text_is_the_same_where_requests_join_one_by_one(model, tokenizer):
     assert alone[1] == 1  # the first one
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_a_text_is_the_same_where_passes_are_launched_before_the_text_that_its_tokens_depend_on(tokenizer, fp8):
+    """Beside plain requests; each joins while others decode."""
+    pytest.importorskip("llguidance", reason="octile[serve] is not installed")
+    model = new_model(fp8, torch.bfloat16, replace(CONFIG, vocab_size=264)).to("cuda")
+    changes = (
+        {"presence_penalty": 1.0, "repetition_penalty": 1.2},
+        {"frequency_penalty": 0.5, "logprobs": 2},
+        {"bad_words": ((65,), (66, 67)), "min_tokens": 3, "logit_bias": ((70, 2.0),)},
+        {"grammar": "start: /[a-f]{1,30}(g|h)/"},
+        {},
+        {"logprobs": 0},
+    )
+    found, steps = [], []
+    for ahead in (False, True):
+        engine = Engine(ModelRunner(model, 64, max_batch=16, batch_invariant=True), tokenizer, EngineConfig(16, 96))
+        engine.runs_ahead, engine.compiles_in_background = ahead, False
+        texts: dict[int, list] = {}
+        for i, fields in enumerate(2 * changes):
+            sampling = Sampling(40, float(i % 2), seed=i, ignore_eos=True, **fields)
+            texts[engine.add(text(40 + i, seed=i), sampling).id] = []
+            for _ in range(3):
+                for output in engine.step():
+                    texts[output.request_id].append((output.tokens, output.logprobs, output.error))
+        while engine.has_work:
+            for output in engine.step():
+                texts[output.request_id].append((output.tokens, output.logprobs, output.error))
+        found.append(texts)
+        steps.append(engine.stats())
+    assert found[0] == found[1]
+    assert all(error is None for entries in found[0].values() for *_, error in entries)
+    assert steps[1].steps_ahead > 0.9 * steps[1].steps
+
+
 def logprobs_of(model, tokenizer, batch_invariant: bool, ahead: bool):
     """The log-probabilities of texts of which two of three ask for them, and the steps launched ahead."""
     runner = ModelRunner(model, 64, max_batch=16, batch_invariant=batch_invariant)
@@ -147,7 +181,7 @@ def test_log_probabilities_in_graphs_have_the_bits_of_those_that_the_host_asks_f
     expected, steps_ahead = logprobs_of(model, tokenizer, batch_invariant, ahead=False)
     assert steps_ahead == 0
     found, steps_ahead = logprobs_of(model, tokenizer, batch_invariant, ahead=True)
-    assert steps_ahead == 22
+    assert steps_ahead == 23
     assert found == expected
 
 

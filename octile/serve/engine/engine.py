@@ -38,11 +38,11 @@ from octile.serve.engine.request import (
     TokenLogprobs,
     check_id,
 )
-from octile.serve.engine.sampler import ChosenTokens, Row, choose, choose_tokens, token_logprobs
+from octile.serve.engine.sampler import ChosenTokens, Row, choose_tokens, token_logprobs
 from octile.serve.engine.scheduler import Scheduled, Scheduler
 from octile.serve.engine.stats import Stats
 from octile.serve.engine.text import TextStream
-from octile.serve.runner.batch import Batch, Chunk, DecodedTokens, DecodeRequest, Results, Runner
+from octile.serve.runner.batch import Batch, Chunk, Decoded, DecodedTokens, DecodeRequest, Results, Runner
 from octile.tokenizer import Tokenizer
 
 NOT_FINITE = "the model's logits are not finite"  # how the errors of such requests begin
@@ -71,8 +71,8 @@ class _InFlight(NamedTuple):
 class _Pass(NamedTuple):
     """A forward pass of chunks that is launched: its tokens are chosen already, or later.
 
-    They are chosen later if that depends on the tokens of the pass before, which the host does not know yet, or if more
-    than tokens is wanted. A decode step becomes a pass when another one is launched after it.
+    They are chosen later if that depends on the tokens of the pass before, which the host does not know yet, or if the
+    pass scores a prompt. A decode step becomes a pass when another one is launched after it.
 
     Attributes:
         scheduled: its requests, and how many tokens of each it computes,
@@ -237,8 +237,8 @@ class Engine:
         """Run one forward pass, and return what it adds to each request that has new tokens or ends.
 
         If the runner can, the next pass is launched before this one's tokens are collected, so that a GPU does not wait
-        for the host. That is if all requests decode (`Runner.decode`), and otherwise if nothing but tokens is wanted.
-        Where these depend on the text before them, as with a grammar or a penalty, they are chosen once that is
+        for the host. That is if all requests decode (`Runner.decode`), and otherwise if no prompt is scored.
+        Where tokens depend on the text before them, as with a grammar or a penalty, they are chosen once that is
         known, while the GPU computes the logits.
         """
         failed = self._take_compiled() if self._compiling else []
@@ -384,13 +384,13 @@ class Engine:
         return goes_ahead and self._has_pass_ahead()
 
     def _has_pass_ahead(self) -> bool:
-        """Whether no decode step is next but a pass of chunks, and nothing but tokens is wanted of those that run."""
+        """Whether no decode step is next but a pass of chunks, and it scores no prompt of those that run."""
         running, waiting = self._scheduler.running.values(), self._scheduler.waiting
         if waiting and waiting[0].tokens[-1] < 0:  # it was preempted: no pass reads its tokens before they are known
             return False
         if all(map(self._decodes_ahead, running)) and not self._scheduler.can_admit():
             return False
-        return all(map(_needs_only_tokens, running))
+        return not any(request.needs_prompt_logprobs for request in running)
 
     @property
     def n_running(self) -> int:
@@ -457,16 +457,14 @@ class Engine:
         return launched if needs_text else self._choose(launched)
 
     def _choose(self, launched: _Pass) -> _Pass:
-        """Choose the tokens of a pass, which a GPU may not have computed yet, if nothing but tokens is wanted."""
+        """Choose the tokens of a pass, whose logits a GPU may not have computed yet, if it scores no prompt."""
         scheduled, n_logits, results = launched.scheduled, launched.n_logits, launched.results
         assert results is not None  # until its tokens are chosen
         goes_ahead = self.runs_ahead and self._drafter is None
-        if not (goes_ahead and all(_needs_only_tokens(request) for request, _ in scheduled)):
+        if not goes_ahead or any(request.needs_prompt_logprobs for request, _ in scheduled):
             return launched
-        rows = self._rows(launched)
         try:
-            tokens = choose(results.logits, rows) if rows else results.logits.new_empty(0, dtype=torch.int64)
-            chosen = ChosenTokens(tokens)
+            chosen = ChosenTokens(results.logits, self._rows(launched))
         except Exception:  # of one row or several: `choose_tokens` finds which
             return launched
         choosing: list[tuple[Request, int]] = []
@@ -500,20 +498,26 @@ class Engine:
         if isinstance(launched, _InFlight):
             return self._collect_decoded(launched)
         if launched.chosen is not None:
-            return self._collect_chosen(launched.choosing, launched.chosen.wait_for_chosen())
+            return self._collect_chosen(launched.choosing, launched.chosen)
         return self._collect_logits(launched)
 
-    def _collect_chosen(self, choosing: Sequence[tuple[Request, int]], tokens: Sequence[int]) -> list[Output]:
-        """Return what the tokens of a pass add to its requests, which may have a number for the next token, too."""
+    def _collect_chosen(
+        self, choosing: Sequence[tuple[Request, int]], chosen: ChosenTokens | DecodedTokens
+    ) -> list[Output]:
+        """Wait for the tokens of a pass, and return what they add to its requests.
+
+        These may have a number for the token after it, too.
+        """
+        found = chosen.wait() if isinstance(chosen, ChosenTokens) else map(_chosen, chosen.wait())
         outputs: list[Output] = []
-        for (request, end), token in zip(choosing, tokens, strict=True):
+        for (request, end), (token, logprobs) in zip(choosing, found, strict=True):
             if request.finish_reason is not None:
                 continue  # it has ended since the pass was launched
             later = request.tokens[end + 1 :]
             del request.tokens[end:]
             if token >= 0 and request.n_computed >= end:  # otherwise it was preempted
                 self._scheduler.share(request, end - 1, end)
-            outputs.append(self._extend(request, 0, [token], 0))
+            outputs.append(self._extend(request, 0, [token], 0, _wanted(logprobs, request)))
             if request.finish_reason is None:
                 request.tokens.extend(later)
         return outputs
@@ -683,10 +687,7 @@ class Engine:
                 continue  # it has ended since the step was launched
             n_drafts = min(verified, len(request.drafts), request.n_remaining - 1)
             n_accepted = min(decoded.accepted, n_drafts)
-            chosen, scored = decoded.chosen[: n_accepted + 1], list[TokenLogprobs]()
-            if request.sampling.logprobs is not None:
-                assert decoded.log_prob is not None  # `_launch` has asked for it
-                scored = [TokenLogprobs(chosen[0], decoded.log_prob)]
+            chosen, scored = decoded.chosen[: n_accepted + 1], _wanted(_chosen(decoded)[1], request)
             outputs.append(self._extend(request, 1 + n_accepted, chosen, n_drafts, scored))
             if request.finish_reason is None:
                 request.drafts = usable_drafts(decoded.drafts, request)
@@ -807,14 +808,20 @@ class Engine:
         del self._requests[request.id], self._texts[request.id]
 
 
-def _needs_only_tokens(request: Request) -> bool:
-    """Whether of a pass nothing but the token is wanted."""
-    return request.sampling.logprobs is None and not request.needs_prompt_logprobs
-
-
 def _n_known(request: Request) -> int:
     """How many tokens of a request are known: all but one at most, which a step in flight chooses."""
     return len(request.tokens) - (request.tokens[-1] < 0)
+
+
+def _chosen(decoded: Decoded) -> tuple[int, TokenLogprobs | None]:
+    """The token after the last one of a request, and its log-probability, if its decode step has computed it."""
+    token = decoded.chosen[0]
+    return token, None if decoded.log_prob is None else TokenLogprobs(token, decoded.log_prob)
+
+
+def _wanted(logprobs: TokenLogprobs | None, request: Request) -> list[TokenLogprobs]:
+    """The log-probabilities of a token, if the request has asked for them: some steps compute those of all requests."""
+    return [] if logprobs is None or request.sampling.logprobs is None else [logprobs]
 
 
 def _make_pass(launched: _InFlight) -> _Pass:

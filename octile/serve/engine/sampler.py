@@ -79,7 +79,12 @@ def log_probabilities(logits_LV: Tensor, tokens: Sequence[int], rows: Sequence[R
         rows: L of them, each with sampling.logprobs.
     """
     found = token_logprobs(logits_LV, tokens, [row.sampling.logprobs or 0 for row in rows])
-    return [entry if entry.top else entry._replace(rank=None) for entry in found]  # as steps launched ahead return it
+    return [*map(_without_rank, found)]
+
+
+def _without_rank(entry: TokenLogprobs) -> TokenLogprobs:
+    """Leave out a rank that was not asked for: decode steps do not count it."""
+    return entry if entry.top else entry._replace(rank=None)
 
 
 def token_logprobs(logits_LV: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
@@ -90,41 +95,62 @@ def token_logprobs(logits_LV: Tensor, tokens: Sequence[int], counts: Sequence[in
         tokens: L of them, one for each row.
         counts: how many most likely tokens of each row are wanted.
     """
+    scores = _scores(logits_LV, send(torch.tensor(tokens), logits_LV.device), max(counts))
+    return _read_scores(scores, tokens, counts)
+
+
+def _scores(logits_LV: Tensor, tokens_L: Tensor, n_top: int) -> tuple[Tensor, ...]:
+    """Compute the log-probabilities of a token of each row, its rank, the n_top most likely tokens, and theirs."""
     logprobs_LV = cross_entropy.log_probabilities(logits_LV)
-    token_logprobs_L1 = logprobs_LV.gather(1, torch.tensor(tokens, device=logits_LV.device)[:, None])
-    ranks = (logprobs_LV >= token_logprobs_L1).sum(-1).tolist()
-    top, top_tokens = (t.tolist() for t in logprobs_LV.topk(min(max(counts), logits_LV.shape[1])))
-    rows = zip(tokens, token_logprobs_L1[:, 0].tolist(), top_tokens, top, counts, ranks, strict=True)
+    token_logprobs_L1 = logprobs_LV.gather(1, tokens_L[:, None])
+    top_LN, top_tokens_LN = logprobs_LV.topk(min(n_top, logits_LV.shape[1]))
+    return token_logprobs_L1[:, 0], (logprobs_LV >= token_logprobs_L1).sum(-1), top_tokens_LN, top_LN
+
+
+def _read_scores(scores: Sequence[Tensor], tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+    """Make the results of `token_logprobs` of what `_scores` returns, with as many most likely tokens as are wanted."""
     return [
         TokenLogprobs(token, logprob, tuple(zip(best[:count], values[:count], strict=True)), rank)
-        for token, logprob, best, values, count, rank in rows
+        for token, count, logprob, rank, best, values in zip(tokens, counts, *(t.tolist() for t in scores), strict=True)
     ]
 
 
 class ChosenTokens:
-    """The tokens of rows of logits, which a GPU may not have computed yet.
+    """The tokens of rows of logits, and the log-probabilities that some ask for, which a GPU may not have computed yet.
 
     Args:
-        tokens_L: int64 [L]; negative as in `choose`.
+        logits_LV: float32 [L, V]; they may be overwritten afterwards.
+        rows: L of them.
 
     Attributes:
-        on_device: these.
+        on_device: the tokens, int64 [L]; negative as in `choose`.
     """
 
-    def __init__(self, tokens_L: Tensor):
-        self.on_device = tokens_L
+    def __init__(self, logits_LV: Tensor, rows: Sequence[Row]):
+        self._counts = {i: row.sampling.logprobs for i, row in enumerate(rows) if row.sampling.logprobs is not None}
+        self.on_device = choose(logits_LV, rows) if rows else logits_LV.new_empty(0, dtype=torch.int64)
+        tensors = [self.on_device]
+        if self._counts:
+            at = send(torch.tensor([*self._counts]), logits_LV.device)
+            tokens = self.on_device.index_select(0, at).clamp(min=0)  # any, of a row that has none
+            tensors += _scores(logits_LV.index_select(0, at), tokens, max(self._counts.values()))
         self._ready: torch.cuda.Event | None = None
-        self._on_host = torch.empty_like(tokens_L, device="cpu", pin_memory=tokens_L.is_cuda)
-        self._on_host.copy_(tokens_L, non_blocking=True)
-        if tokens_L.is_cuda:
+        self._on_host = [torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for t in tensors]
+        for host, t in zip(self._on_host, tensors, strict=True):
+            host.copy_(t, non_blocking=True)
+        if logits_LV.is_cuda:
             self._ready = torch.cuda.Event()
-            self._ready.record(torch.cuda.current_stream(tokens_L.device))
+            self._ready.record(torch.cuda.current_stream(logits_LV.device))
 
-    def wait_for_chosen(self) -> list[int]:
-        """Wait for the tokens, and return them."""
+    def wait(self) -> list[tuple[int, TokenLogprobs | None]]:
+        """Wait for the tokens, and return each with its log-probabilities, if there is one and they were asked for."""
         if self._ready is not None:
             self._ready.synchronize()
-        return self._on_host.tolist()
+        tokens = self._on_host[0].tolist()
+        asked = [tokens[i] for i in self._counts]
+        found = _read_scores(self._on_host[1:], asked, [*self._counts.values()]) if asked else []
+        logprobs = dict(zip(self._counts, map(_without_rank, found), strict=True))
+        return [(token, logprobs.get(i) if token >= 0 else None) for i, token in enumerate(tokens)]
 
 
 class TokenChoice(NamedTuple):

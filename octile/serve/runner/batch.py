@@ -151,14 +151,6 @@ class DecodedTokens:
             for row, log_prob in zip(results, log_probs, strict=True)
         ]
 
-    def wait_for_chosen(self) -> list[int]:
-        """Wait for the results of a step without drafts, and return the token of each request.
-
-        Raises:
-            TimeoutError: as in `wait`.
-        """
-        return [decoded.chosen[0] for decoded in self.wait()]
-
     def release_buffer(self, timeout: float) -> None:
         """Wait for the step, and copy its results: a later step writes the same buffers, and records the same event.
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from octile.serve.engine import engine as engine_module
+from octile.serve.engine import sampler
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import FinishReason, Sampling
-from octile.serve.engine.sampler import ChosenTokens
+from octile.serve.engine.sampler import ChosenTokens, Row, choose_tokens
 from octile.serve.runner.batch import DecodedTokens
 from tests.serve.fake_runner import FakeRunner
 
@@ -74,9 +75,9 @@ def add_to(found, outputs):
 def test_the_next_pass_is_launched_before_the_host_waits_for_tokens(engine_of, monkeypatch):
     events = []
     runner = FakeRunner(n_pages=40, max_ahead=4)
-    launch, wait = runner.run, ChosenTokens.wait_for_chosen
+    launch, wait = runner.run, ChosenTokens.wait
     monkeypatch.setattr(runner, "run", lambda batch: events.append("launch") or launch(batch))
-    monkeypatch.setattr(ChosenTokens, "wait_for_chosen", lambda self: events.append("wait") or wait(self))
+    monkeypatch.setattr(ChosenTokens, "wait", lambda self: events.append("wait") or wait(self))
     engine = engine_of(runner=runner)
     for i in range(3):
         engine.add([i] * 16, Sampling(1))
@@ -97,10 +98,7 @@ def test_decode_steps_and_passes_are_launched_before_the_host_waits_for_each_oth
 
     monkeypatch.setattr(runner, "run", lambda batch: events.append("pass") or launch(batch))
     for kind in ChosenTokens, DecodedTokens:
-        wait = kind.wait_for_chosen
-        monkeypatch.setattr(kind, "wait_for_chosen", lambda self, wait=wait: events.append("wait") or wait(self))
-    wait_for_decoded = DecodedTokens.wait
-    monkeypatch.setattr(DecodedTokens, "wait", lambda self: events.append("wait") or wait_for_decoded(self))
+        monkeypatch.setattr(kind, "wait", lambda self, wait=kind.wait: events.append("wait") or wait(self))
     engine = engine_of(runner=runner)
     requests = [engine.add([1, 2], Sampling(5, ignore_eos=True))]
     engine.step()
@@ -121,10 +119,10 @@ def test_decode_steps_and_passes_are_launched_before_the_host_waits_for_each_oth
 def test_a_pass_is_launched_before_the_tokens_that_its_own_depend_on_are_known(engine_of, monkeypatch):
     events = []
     runner = FakeRunner(n_pages=40, max_ahead=4)
-    launch, wait, choose = runner.run, ChosenTokens.wait_for_chosen, engine_module.choose
+    launch, wait, choose = runner.run, ChosenTokens.wait, sampler.choose
     monkeypatch.setattr(runner, "run", lambda batch: events.append("pass") or launch(batch))
-    monkeypatch.setattr(ChosenTokens, "wait_for_chosen", lambda self: events.append("wait") or wait(self))
-    monkeypatch.setattr(engine_module, "choose", lambda *args: events.append("choose") or choose(*args))
+    monkeypatch.setattr(ChosenTokens, "wait", lambda self: events.append("wait") or wait(self))
+    monkeypatch.setattr(sampler, "choose", lambda *args: events.append("choose") or choose(*args))
     engine = engine_of(runner=runner)
     for seed in range(2):
         engine.add([seed, 2], Sampling(4, 1.0, seed=seed, presence_penalty=1.0, ignore_eos=True))
@@ -191,16 +189,17 @@ def passes_after_decode_steps(runner, monkeypatch):
 
 
 @pytest.mark.one_case
+@pytest.mark.parametrize("ways", [PLAIN, (*PLAIN, {"logprobs": 0})], ids=["plain", "scored"])
 @pytest.mark.parametrize("n_pages", [40, 24], ids=["roomy", "tight"])
 @pytest.mark.parametrize("seed", range(4))
 def test_requests_that_come_one_by_one_get_what_they_get_where_each_step_is_collected_at_once(
-    engine_of, monkeypatch, seed, n_pages
+    engine_of, monkeypatch, seed, n_pages, ways
 ):
-    expected = random_run(engine_of(ahead=False, runner=FakeRunner(n_pages=60, scale=2.0)), seed, PLAIN, pause=9)
+    expected = random_run(engine_of(ahead=False, runner=FakeRunner(n_pages=60, scale=2.0)), seed, ways, pause=9)
     runner = FakeRunner(n_pages=n_pages, scale=2.0, max_ahead=4)
     found = passes_after_decode_steps(runner, monkeypatch)
     engine = engine_of(runner=runner)
-    assert random_run(engine, seed, PLAIN, pause=9) == expected
+    assert random_run(engine, seed, ways, pause=9) == expected
     assert found
     assert runner.continued_passes > 0
     assert engine.stats().used_pages == 0
@@ -340,9 +339,8 @@ def test_an_exception_when_tokens_are_chosen_ends_only_the_request_that_raises_i
             raise RuntimeError("no choice")
         return choose(logits, rows)
 
-    choose = engine_module.choose
-    monkeypatch.setattr(engine_module, "choose", raising)
-    monkeypatch.setattr("octile.serve.engine.sampler.choose", raising)
+    choose = sampler.choose
+    monkeypatch.setattr(sampler, "choose", raising)
     engine = engine_of(max_step_tokens=8)
     for seed in range(5):
         engine.add([seed] * 20, Sampling(6, seed=seed, ignore_eos=True, logit_bias=logit_bias))
@@ -463,7 +461,15 @@ def test_a_request_that_is_preempted_before_its_pass_is_collected_goes_on(engine
 
 
 def test_chosen_tokens_are_those_of_the_device():
-    assert ChosenTokens(torch.tensor([3, -1, 5])).wait_for_chosen() == [3, -1, 5]
+    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
+    logits[1] = torch.nan
+    rows = [Row(Sampling(logprobs=n), 0, 3) for n in (None, 2, 0, 1)]
+    chosen = ChosenTokens(logits, rows)
+    expected = choose_tokens(logits, rows)
+    logits.zero_()  # by the next pass
+    assert chosen.on_device.tolist() == expected.tokens
+    assert chosen.wait() == [(token, expected.logprobs.get(i)) for i, token in enumerate(expected.tokens)]
+    assert expected.tokens[1] < 0
 
 
 def test_tokens_of_a_request_are_an_array_to_its_end(engine_of):
