@@ -8,7 +8,6 @@ one (benchmarks/history/plan, by `tools.measure_step_kernels`). Communication wi
 
 import gzip
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,18 +20,9 @@ from octile.plan.hardware import Cluster, read_cluster
 from octile.plan.published import MEASURED, MEDIUM, PAIRS, PLAN, V3_LAYERS, work_on_two
 from octile.plan.work import Work
 from octile.train.step.kernel_records import is_communication
+from tools.kernel_kinds import KINDS, kind_of
 
 ROOT = Path(__file__).parents[1]
-KINDS = {  # of a kernel by its name; the first that matches counts
-    "FP8 GEMMs": r"^gemm$",
-    "BF16 GEMMs": r"nvjet|cutlass|splitKreduce|bfloat16_terms|gate_backward_gemm|^gate$",
-    "attention": r"sdpa|convert_dq|dot_do_o",
-    "loss": r"cross_entropy",
-    "optimizer": r"adamw|gradient_squares|gradient_norms|multi_tensor|^matrices",  # and weights
-    "routing": r"permute|gather_kernel<16, int|scatter_gather|count_|place_|find_|choose_|balance|sum_blocks|gate_",
-    "quantization and norms": r"^blocks|^tiles|^dequantize|rms_norm|swiglu|rotate|latent_keys|reduce_kernel|partial_",
-    "elementwise": r"CUDAFunctor_add|vectorized_gather_kernel|elementwise_kernel|compute_grad_weight|sum_and_scatter",
-}
 PLANNED = {"FP8 weight gradients": "FP8 GEMMs"}  # kinds of the plan that a profile does not tell apart
 
 
@@ -76,11 +66,6 @@ class Profile:
         for kind, seconds in (*by_kind(self.work, self.cluster).items(), *self.others):
             planned[PLANNED.get(kind, kind)] += 1e3 * seconds  # type: ignore[assignment]
         return planned
-
-
-def kind_of(name: str) -> str:
-    """The kind under which the plan counts a kernel; `others` if it counts none."""
-    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "others")
 
 
 @cache

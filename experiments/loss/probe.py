@@ -13,7 +13,6 @@ import cProfile
 import io
 import json
 import pstats
-import re
 import statistics
 import time
 import traceback
@@ -23,7 +22,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from experiments.loss.recipes import accumulator_context, recipe
@@ -31,33 +29,16 @@ from experiments.loss.sizes import MODELS, run_config, share_in_8_bits
 from octile.bench.kernel_time import record_kernels
 from octile.parallel.device import pick_device
 from octile.report.machine import machine
-from octile.tokenizer import Tokenizer
-from octile.train.data.token_store import Manifest, TokenStore
 from octile.train.step.kernel_records import KernelRecord, costs, idle_share, span
 from octile.train.trainer import Trainer
+from tools.kernel_kinds import kind_of
+from tools.random_run import random_store
 
 RECIPES = ("bf16", "deepseek_v3")
 WARM_UP, STEPS, PROFILED = 12, 40, 3
 QUICK = 5  # steps
 MAX_SECONDS = 14.0  # for the steps of one model; slower models are measured over fewer steps
 TOP = 25  # kernels that are listed
-KINDS = {  # the first pattern that matches a kernel's name decides
-    "attention": r"flash|fmha|sdpa|mha|attention",
-    "FP8 product": r"^(product|gemm)$|^_(matmul|grouped|masked|wgrad)$",
-    "BF16 product": r"nvjet|gemm|cutlass|xmma|cublas|splitk",
-    "optimizer": r"adamw|multi_tensor|lpnorm|foreach",
-    "cast, fused with what makes it": r"^(tiles|squares|blocks|dequantize|rms_norm|swiglu|swiglu_backward)$"
-    r"|^swiglu_transposed$|quantize|cast_|block_amax|^requantize|^rms_norm|^rotate$|^latent_keys",
-    "permute, routing": r"permute|sort|scatter|gather|topk|TopK|index|scan|searchsorted|bitonic",
-    "loss": r"softmax|nll",
-    "copy": r"^Mem(cpy|set)",
-    "elementwise": r"elementwise|reduce|vectorized|fill|triton_poi|triton_red|triton_per",
-}
-
-
-def kind(name: str) -> str:
-    """Return the kind of a kernel by its name."""
-    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "other")
 
 
 def summary(kernels: list[KernelRecord], steps: int) -> dict[str, Any]:
@@ -65,14 +46,14 @@ def summary(kernels: list[KernelRecord], steps: int) -> dict[str, Any]:
     kinds: dict[str, float] = defaultdict(float)
     each = costs(kernels, steps)
     for cost in each:
-        kinds[kind(cost.name)] += cost.ms
+        kinds[kind_of(cost.name)] += cost.ms
     total = sum(kinds.values())
     return {
         "span_ms": span(kernels) / 1e3 / steps,
         "idle_share": idle_share(kernels),
         "kernels_a_step": len(kernels) / steps,
         "kinds": {n: {"ms": ms, "share": ms / total} for n, ms in sorted(kinds.items(), key=lambda item: -item[1])},
-        "top": [{"kernel": c.name[:110], "kind": kind(c.name), "ms": c.ms, "calls": c.calls} for c in each[:TOP]],
+        "top": [{"kernel": c.name[:110], "kind": kind_of(c.name), "ms": c.ms, "calls": c.calls} for c in each[:TOP]],
     }
 
 
@@ -99,15 +80,6 @@ def host(trainer: Trainer, steps: int) -> str:
     text = io.StringIO()
     pstats.Stats(profiler, stream=text).strip_dirs().sort_stats("tottime").print_stats(30)
     return text.getvalue()
-
-
-def random_store(vocabulary: int, tokens: int) -> TokenStore:
-    """Return a store of random tokens in memory."""
-    rng = np.random.default_rng(0)
-    train, val = (rng.integers(0, vocabulary, n, dtype=np.uint16) for n in (tokens, tokens // 8))
-    tokenizer = Tokenizer.train(["probe"], 258)
-    manifest = Manifest("random", {}, "", vocabulary, {}, {}, {}, {}, {})
-    return TokenStore(Path(), manifest, tokenizer, train, val)
 
 
 def measure(size: str, name: str, device: torch.device, quick: bool) -> dict[str, Any]:

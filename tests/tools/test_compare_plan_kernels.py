@@ -2,27 +2,11 @@
 
 import pytest
 
-from tools.compare_plan_kernels import KINDS, kind_of, profiles
+from tools.compare_plan_kernels import profiles
+from tools.kernel_kinds import KINDS
 
 PROFILES = pytest.mark.parametrize("profile", profiles(), ids=lambda profile: profile.title)
 LARGE = 0.04  # of all kernels of a profile
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("gemm", "FP8 GEMMs"),
-        ("gate_backward_gemms", "BF16 GEMMs"),
-        ("gate", "BF16 GEMMs"),
-        ("gate_backward", "routing"),
-        ("void at::native::vectorized_gather_kernel<16, int>(char*, char*, int*)", "routing"),
-        ("void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*)", "elementwise"),
-        ("rms_norm_backward", "quantization and norms"),
-        ("Memset (Unknown)", "others"),
-    ],
-)
-def test_a_kernel_counts_under_the_kind_of_the_plan(name, kind):
-    assert kind_of(name) == kind
 
 
 @PROFILES
