@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 BEGIN, END = "<|begin|>", "<|end|>"
 FILES = ("tokenizer.json", TIKTOKEN_MODEL, "tokenizer_config.json", ADDED_TOKENS)  # that a folder may have
+CHAT_TEMPLATE = "chat_template.jinja"  # precedes the template in tokenizer_config.json
 MIN_VOCAB_SIZE = 256 + 2  # the bytes, and the two special tokens
 
 

@@ -22,11 +22,12 @@ from octile.validation import read_json
 
 RECORD = "octile.json"
 STAGING = ".octile-partial"
+GENERATION_CONFIG = "generation_config.json"  # how texts of a model are sampled and end
 DEVICES = Path("/dev")  # also has links such as stdout, which may lead to a file
 WEIGHT_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 RECORDED = frozenset({"config.json", "tokenizer.json"})  # a chat template may be added to tokenizer_config.json
 READ_BACK = frozenset({  # files that are written once and read again, which a result must not replace
-    "comparison.json", "config.json", "generation_config.json", "index.json", "manifest.json",
+    "comparison.json", "config.json", GENERATION_CONFIG, "index.json", "manifest.json",
     "model.safetensors.index.json", "octile.json", "state.json", "summary.json", "tokenizer.json",
     "tokenizer_config.json",
 })  # fmt: skip

@@ -184,11 +184,14 @@ def test_a_failure_in_the_first_step_leaves_no_run_behind(config, tmp_path):
 
 def test_a_folder_that_is_used_again_has_no_tokenizer_file_of_another_model(config, exact_folder, tmp_path):
     other = shutil.copytree(exact_folder, tmp_path / "other")
-    (other / "generation_config.json").write_text('{"eos_token_id": 3}')
-    for model, name in ((other, "generation_config.json"), (exact_folder, "tokenizer.json")):
+    names = {"generation_config.json", "chat_template.jinja"}
+    for name in names:
+        (other / name).write_text("{}")
+    for model, found in ((other, names), (exact_folder, set())):
         write_start(replace(config, model=model), RunFolder(tmp_path / "run"))
-        assert (tmp_path / "run" / "start" / name).exists()
-    assert not (tmp_path / "run" / "start" / "generation_config.json").exists()
+        start = {path.name for path in (tmp_path / "run" / "start").iterdir()}
+        assert "tokenizer.json" in start
+        assert start & names == found
 
 
 def fail_in_step(monkeypatch, step: int, name: str, error: Exception) -> None:

@@ -14,11 +14,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
+from octile.checkpoint.files import GENERATION_CONFIG
 from octile.models.config import tokens_of
 from octile.serve.engine.request import Sampling
 from octile.validation import Range, check_fields, from_json, quoted, read_json
 
-FILE = "generation_config.json"
+FILE = GENERATION_CONFIG
 TokenId = Annotated[int, Range(at_least=0)]
 NO_EFFECT = {  # on the text
     "transformers_version", "_from_model_config", "bos_token_id", "pad_token_id", "decoder_start_token_id", "use_cache",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
+from shutil import copyfile
 
+from octile.checkpoint.files import GENERATION_CONFIG
 from octile.checkpoint.hugging_face import checkpoint_folder
 from octile.parallel.ranks import Ranks
 from octile.train.config import TrainConfig
@@ -19,7 +22,19 @@ MAX_PASSES = 4  # that are nearly as good as new text (Muennighoff et al., arXiv
 
 
 def prepare_tokens(config: TrainConfig, folder: Path, console: RunConsole) -> TokenStore:
-    """Tokenize the configuration's data into a folder, or reuse the tokens there."""
+    """Tokenize the configuration's data into a folder, or reuse the tokens there.
+
+    The folder gets the `generation_config.json` of the model that the run begins with, too.
+    """
+    store = _prepare(config, folder, console)
+    (folder / GENERATION_CONFIG).unlink(missing_ok=True)  # of a run that has failed in this folder
+    if config.init_from is not None:
+        with suppress(FileNotFoundError):
+            copyfile(checkpoint_folder(config.init_from) / GENERATION_CONFIG, folder / GENERATION_CONFIG)
+    return store
+
+
+def _prepare(config: TrainConfig, folder: Path, console: RunConsole) -> TokenStore:
     if is_examples(config.data):
         return _prepare_examples(config, folder, console)
     with console.stages() as progress:

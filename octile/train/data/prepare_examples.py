@@ -26,10 +26,10 @@ from octile.train.data.corpus import LeftOut
 from octile.train.data.corpus_index import BYTES_PER_TOKEN, CorpusIndex
 from octile.train.data.examples import Example, read_examples
 from octile.train.data.packed_tokens import FIRST, LOSS, best_fit
-from octile.train.data.prepare import Progress, reuse_or_build, versions
+from octile.train.data.prepare import Progress, reuse_or_build, versions, with_template
 from octile.train.data.token_store import LEFT_OUT, PARTS, Manifest, Packed, TokenStore, TokenWriter
 from octile.train.run.source_digest import source_digest
-from octile.validation import json_checksum, read_text
+from octile.validation import json_checksum
 
 PREPARED_BY = (  # the source on which the tokens of examples depend
     "added_tokens.py",
@@ -48,7 +48,6 @@ PREPARED_BY = (  # the source on which the tokens of examples depend
 )
 NO_LOSS = "without_a_token_that_has_a_loss"
 ANSWER_CUT = "whose_answer_begins_after_the_end_of_a_sequence"
-CHAT_TEMPLATE = "chat_template.jinja"  # precedes the template in a tokenizer's configuration
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def prepare_examples(
     progress("reading", 0.0)
     loaded = Tokenizer.load(tokenizer)
     template = ChatTemplate.load(Path(tokenizer), loaded)
-    kept = _with_template(loaded, Path(tokenizer))
+    kept = with_template(loaded, Path(tokenizer))
     settings = {
         "text": checksum(source)["sha256"],
         "preparation": source_digest(PREPARED_BY),
@@ -211,11 +210,3 @@ def _write(
             max_texts = max(max_texts, len(sequence) + bool(left))
             padding += left
     return max_texts, padding
-
-
-def _with_template(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
-    """The tokenizer with the folder's chat template in its configuration, so that the model is saved with it."""
-    file = folder / CHAT_TEMPLATE
-    if not file.is_file():
-        return tokenizer
-    return Tokenizer(tokenizer.backend, {**tokenizer.config, "chat_template": read_text(file)})

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from octile.checkpoint.files import write_json, write_text
+from octile.checkpoint.files import GENERATION_CONFIG, write_json, write_text
 from octile.checkpoint.hugging_face import save
 from octile.command_text import quoted_path
 from octile.formats import E4M3
@@ -54,14 +54,16 @@ def finish(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore,
     formats = trainer.strategy.recipe.formats
     stored = formats and OperandFormat(E4M3, BLOCK, formats.w.scale)
     as_trained: Literal["fp8", "bf16"] = "fp8" if formats and formats.w == stored else "bf16"
-    tokenizer = [store.folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
+    files = [store.folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
+    if (store.folder / GENERATION_CONFIG).is_file():
+        files.append(store.folder / GENERATION_CONFIG)
     ranks = trainer.ranks
     ranks.at("the results")
     if trainer.ema:
         with trainer.evaluator.averaged():
-            _save_whole(trainer, run.path / "model_ema", as_trained, tokenizer)
+            _save_whole(trainer, run.path / "model_ema", as_trained, files)
     best.restore()
-    _save_whole(trainer, run.model, as_trained, tokenizer)
+    _save_whole(trainer, run.model, as_trained, files)
     _free_all_but_weights(trainer)  # the sample reads the model once more
     ranks.from_first(lambda: _write_results(trainer, best, run, store, console))
 
