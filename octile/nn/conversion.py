@@ -2,9 +2,10 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 from torch import nn
@@ -27,6 +28,7 @@ Filter = Callable[[str, nn.Module], bool]
 LEFT_OUT = "left out by filter"
 PATCHED = "a forward pass that another library has replaced"
 STACKED = "stacked weights that octile cannot convert"
+EXPERT_LAYERS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3")  # of experts, in checkpoints
 
 # Packages, or modules of packages, whose stacked experts are converted, with the module whose `stacked_experts(module)`
 # says how. It is imported only where the package is in use.
@@ -61,7 +63,8 @@ def convert(
         filter: called with the name and the module of each layer (and of experts, which are one module); if it
             returns False, the layer is not converted.
         keep: patterns of further layers that are not converted, such as "*.down_proj" or "model.layers.0"; a pattern
-            matches a layer or a module that contains it. `octile convert --keep` takes the same.
+            matches a layer or a module that contains it. Experts are one module, in which no layer can be left out
+            alone; `octile convert --keep` takes names in a folder, where each expert has layers of its own.
 
     Returns:
         The model; `model.conversion_summary` is the summary, a text with its numbers as attributes
@@ -69,7 +72,8 @@ def convert(
 
     Raises:
         TypeError: model is not a torch.nn.Module, recipe not a Recipe, or keep not a list of patterns.
-        ValueError: no layer would be converted; a pattern of keep matches none; an exception of the recipe matches no
+        ValueError: no layer would be converted; a pattern of keep matches none, or single layers of experts that would
+            be converted; an exception of the recipe matches no
             converted layer; or a parameter is a DTensor, as after `fully_shard`.
     """
     model = apply_recipe(model, recipe, filter, keep)
@@ -108,6 +112,7 @@ def apply_recipe(
         else:
             reasons[module] = "no layer"
             skipped.update({STACKED: _stacked(module), CONV1D: _is_conv1d(module)})
+    _check_experts(keep, [name for name, module in named if experts[module] is not None and reasons[module] is None])
     check_keep(keep, without_keep)
     total, converted = skipped.total(), skipped.pop("", 0)
     why = ", ".join(f"{n} × {reason}" for reason, n in skipped.most_common() if n)
@@ -154,6 +159,24 @@ def apply_recipe(
     )
     object.__setattr__(model, "conversion_summary", summary)
     return model
+
+
+def _check_experts(keep: Sequence[str], experts: Iterable[str]) -> None:
+    """Refuse patterns that match single layers of experts: one recipe is for all of a module.
+
+    Args:
+        keep: the patterns.
+        experts: names of modules of experts that are converted.
+
+    Raises:
+        ValueError: a pattern does, by the names that the layers have in checkpoints.
+    """
+    for name, pattern, layer in product(experts, keep, EXPERT_LAYERS):
+        if is_kept(f"{name}.{layer}", [pattern]) or is_kept(f"{name}.0.{layer}", [pattern]):
+            raise ValueError(
+                f"keep has {pattern!r}, which matches {layer} of the experts {name}: they are one module, so name it "
+                f"(*.{name.rpartition('.')[2]}), or only layers outside of it, such as *.mlp.{layer}"
+            )
 
 
 def _check_batch_invariant(model: nn.Module, recipe: Recipe, is_partial: bool) -> None:

@@ -166,6 +166,19 @@ def test_a_filter_leaves_experts_out(experts):
     assert layers(model) == ("converted 1 of 13 linear layers to deepseek_v3, skipped 12: 12 × left out by filter")
 
 
+@pytest.mark.parametrize("pattern", ["*.down_proj", "experts.*", "experts.0.up_proj", "*.w2"])
+def test_a_pattern_of_single_layers_of_experts_is_refused_before_any_change(experts, pattern):
+    layer = {"*.down_proj": "down_proj", "experts.0.up_proj": "up_proj", "*.w2": "w2"}.get(pattern, "gate_proj")
+    with pytest.raises(ValueError, match=rf"keep has '.*', which matches {layer} of the experts experts: they are one"):
+        convert(experts, keep=[pattern])
+    assert experts["experts"].recipe is None
+
+
+def test_a_pattern_leaves_experts_out_as_a_whole(experts):
+    model = convert(experts, keep=["experts"])
+    assert (model["experts"].recipe, "12 × left out by keep" in model.conversion_summary) == (None, True)
+
+
 def test_experts_that_a_filter_leaves_out_keep_their_history(experts):
     convert(experts, Recipe.delayed())
     history = experts["experts"].down_history
