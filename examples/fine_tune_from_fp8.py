@@ -14,7 +14,14 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
 
 import octile
 from octile.checkpoint import convert_checkpoint
@@ -79,6 +86,7 @@ def main(arguments: list[str] | None = None) -> Trainer:
             report_to="none",
         ),
         train_dataset=[{"input_ids": sequence, "labels": sequence} for sequence in sequences],
+        data_collator=default_data_collator,  # without padding, for which a tokenizer may have no token
         processing_class=tokenizer,
     )
     trainer.train()

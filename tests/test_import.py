@@ -189,8 +189,9 @@ def test_names_of_rooms_are_found_after_import_octile():
     assert "octile.serve.ranks.placement" in loaded
 
 
-def test_public_names_can_be_listed():
-    assert set(octile.__all__) <= set(dir(octile))
+@pytest.mark.parametrize("package", [octile, octile.checkpoint, octile.parallel, octile.report, octile.serve])
+def test_public_names_can_be_listed(package):
+    assert set(package.__all__) <= set(dir(package))
 
 
 def test_the_modules_of_nn_are_not_hidden_by_functions():

@@ -48,3 +48,7 @@ def __getattr__(name: str) -> object:
     if name in _MODULE_OF:
         return getattr(import_module(f"octile.checkpoint.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module 'octile.checkpoint' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

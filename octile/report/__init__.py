@@ -44,3 +44,7 @@ def __getattr__(name: str) -> object:
     if name in _MODULE_OF:
         return getattr(import_module(f"octile.report.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module 'octile.report' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
