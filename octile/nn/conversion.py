@@ -8,6 +8,7 @@ from importlib import import_module
 from itertools import product
 from typing import Any
 
+import torch
 from torch import nn
 
 from octile.layer_roles import CONV1D, KEPT, check_keep, is_kept, why_high_precision
@@ -71,7 +72,8 @@ def convert(
         (`octile.nn.conversion_summary.ConversionSummary`), among them the shares of the parameters and of the FLOPs.
 
     Raises:
-        TypeError: model is not a torch.nn.Module, recipe not a Recipe, or keep not a list of patterns.
+        TypeError: model is not a torch.nn.Module or has a weight in float64, recipe is not a Recipe, or keep not a list
+            of patterns.
         ValueError: no layer would be converted; a pattern of keep matches none, or single layers of experts that would
             be converted; an exception of the recipe matches no
             converted layer; or a parameter is a DTensor, as after `fully_shard`.
@@ -108,6 +110,10 @@ def apply_recipe(
             reason = _reason_to_skip(name, module, experts[module], tied, filter)
             without_keep += [] if reason else [name]
             reasons[module] = reason or (KEPT if is_kept(name, keep) else None)
+            if reasons[module] is None and isinstance(module, nn.Linear) and module.weight.dtype == torch.float64:
+                raise TypeError(
+                    f"model has the float64 weight {name}.weight: octile computes with float32, bfloat16 and float16"
+                )
             skipped[reasons[module] or ""] += 1 if experts[module] is None else experts[module].linear_layers
         else:
             reasons[module] = "no layer"

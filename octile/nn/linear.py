@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,15 +40,19 @@ class RecipeHolder(Generic[R]):
         _was_batch_invariant = _was_batch_invariant or (recipe is not None and recipe.batch_invariant)
 
 
-def check_recipe(recipe: object) -> None:
+def check_recipe(recipe: Any) -> None:
     """Refuse what is neither a recipe nor None.
 
     Raises:
         TypeError: recipe is something else.
     """
     if recipe is not None and not isinstance(recipe, Recipe):
-        named = f"Recipe.named({recipe!r})" if isinstance(recipe, str) else "Recipe.named"
-        raise TypeError(f"recipe must be an octile.Recipe, not {type(recipe).__name__}: see {named}")
+        what, see = type(recipe).__name__, "see Recipe.named"
+        if isinstance(recipe, str):
+            see = f"see Recipe.named({recipe!r})"
+        elif getattr(recipe, "__self__", None) is Recipe:
+            see = f"call it, Recipe.{recipe.__name__}()"
+        raise TypeError(f"recipe must be an octile.Recipe, not {what}: {see}")
 
 
 def recipe_of(model: nn.Module) -> Recipe | None:

@@ -335,6 +335,22 @@ def test_a_model_of_which_nothing_could_be_converted_is_refused_and_unchanged():
     assert not hasattr(model, "conversion_summary")
 
 
+def test_weights_in_float64_are_refused_before_any_change():
+    model = Block().double()
+    with pytest.raises(TypeError, match=r"model has the float64 weight layers\.0\.0\.weight: octile computes with fl"):
+        convert(model)
+    assert names_of(model) == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "see"),
+    [(Recipe.deepseek_v3, r"call it, Recipe\.deepseek_v3\(\)"), ("bf16", r"see Recipe\.named\('bf16'\)")],
+)
+def test_what_is_no_recipe_is_refused_with_what_would_be(recipe, see):
+    with pytest.raises(TypeError, match=rf"^recipe must be an octile\.Recipe, not \w+: {see}$"):
+        convert(Block(), recipe)
+
+
 def test_a_pattern_that_matches_no_layer_is_refused_before_any_change():
     model = Block()
     with pytest.raises(ValueError, match=r"keep has 'layers\.2', which matches no layer that .*, such as layers\.0\.0"):
