@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -363,10 +363,14 @@ class Recipe:
         )
 
     def write(self, path: Path) -> Path:
-        """Write the file that `read` reads, and return its path. The recipe's name must be one of `names`.
+        """Write the file that `read` reads, and return its path. A folder that does not exist is created.
 
-        A folder that does not exist is created.
+        Raises:
+            ValueError: a file cannot say all of the recipe: its name is none of `names`, or it has other formats or
+                fields than the recipe of that name.
         """
+        if self.name not in Recipe.names():
+            raise ValueError(f"recipe {self.name!r} must have one of the names {', '.join(Recipe.names())} in a file")
         lines = [f'recipe = "{self.name}"']
         lines += ['swiglu_inputs = "recomputed"'] if self.swiglu_inputs == "recomputed" else []
         lines += [f'transposed_weights = "{self.transposed_weights}"'] if self.transposed_weights else []
@@ -377,8 +381,12 @@ class Recipe:
         for layers, gemms in self.exceptions:
             named = ", ".join(f'"{gemm}"' for gemm in GEMMS if gemm in gemms)
             lines += ["", "[[keep]]", f"layers = {json.dumps(layers)}", f"products = [{named}]"]
+        text = "\n".join(lines) + "\n"
+        if (found := Recipe.parse(text, str(path))) != self:
+            different = [f.name for f in fields(self) if getattr(found, f.name) != getattr(self, f.name)]
+            raise ValueError(f"recipe {self.name!r} has other {', '.join(different)} than a file can give it")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
         return path
 
     @classmethod

@@ -200,6 +200,11 @@ def test_a_history_serves_both_layouts():
 # Exceptions
 
 
+def with_weights(block: tuple[int, int]) -> Recipe:
+    recipe = Recipe.deepseek_v3()
+    return replace(recipe, formats=replace(recipe.formats, w=OperandFormat(block=block)))
+
+
 def with_exceptions():
     return replace(
         Recipe.deepseek_v3(),
@@ -352,3 +357,21 @@ def test_what_serving_does_not_compute_is_not_batch_invariant(recipe, changes, m
 
 def test_exact_differs_from_deepseek_v3_in_its_forward_pass_alone():
     assert replace(Recipe.exact(), name="deepseek_v3", batch_invariant=False) == Recipe.deepseek_v3()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (replace(Recipe.deepseek_v3(), name="mine"), "recipe 'mine' must have one of the names deepseek_v3, bf16, "),
+        (with_weights((1, 128)), "recipe 'deepseek_v3' has other formats than a file can give it"),
+        (
+            replace(Recipe.deepseek_v3(), high_precision=frozenset({"dgrad"})),
+            "recipe 'deepseek_v3' has other high_precision than a file can give it",
+        ),
+    ],
+)
+def test_a_recipe_that_a_file_cannot_say_is_not_written(recipe, message, tmp_path):
+    path = tmp_path / "r.toml"
+    with pytest.raises(ValueError, match=f"^{message}"):
+        recipe.write(path)
+    assert not path.exists()

@@ -147,8 +147,10 @@ def apply_recipe(
 
     for pattern, _ in recipe.exceptions:
         if not any(fnmatchcase(name, pattern) for name in reached):
+            kinds = dict.fromkeys(name.rpartition(".")[2] for name in reached)
             raise ValueError(
-                f"recipe {recipe.name!r} has an exception for {pattern!r}, which matches no converted layer"
+                f"recipe {recipe.name!r} has an exception for {pattern!r}, which matches no converted layer; "
+                f"their names end with {', '.join(kinds)}"
             )
     exceptions = f" (exceptions: {len(recipe.exceptions)})" if recipe.exceptions else ""
     summary = f"converted {converted} of {total} linear layers to {recipe.name}{exceptions}, skipped {skipped.total()}"

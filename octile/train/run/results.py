@@ -19,6 +19,7 @@ from octile.checkpoint.hugging_face import save
 from octile.command_text import quoted_path
 from octile.formats import E4M3
 from octile.models.counts import count_parameters
+from octile.nn.linear import RecipeHolder
 from octile.recipe import BLOCK, OperandFormat
 from octile.report.machine import describe_machine, machine
 from octile.report.run.memorization import find_memorization
@@ -53,7 +54,8 @@ def finish(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore,
     """Write the model with the lowest held-out loss, its sample and the report, and the average after the last step."""
     formats = trainer.strategy.recipe.formats
     stored = formats and OperandFormat(E4M3, BLOCK, formats.w.scale)
-    as_trained: Literal["fp8", "bf16"] = "fp8" if formats and formats.w == stored else "bf16"
+    is_fp8 = formats is not None and formats.w == stored and not _has_layers_in_bf16(trainer)
+    as_trained: Literal["fp8", "bf16"] = "fp8" if is_fp8 else "bf16"
     files = [store.folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
     if (store.folder / GENERATION_CONFIG).is_file():
         files.append(store.folder / GENERATION_CONFIG)
@@ -66,6 +68,13 @@ def finish(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore,
     _save_whole(trainer, run.model, as_trained, files)
     _free_all_but_weights(trainer)  # the sample reads the model once more
     ranks.from_first(lambda: _write_results(trainer, best, run, store, console))
+
+
+def _has_layers_in_bf16(trainer: Trainer) -> bool:
+    """Whether forward GEMMs are in high precision by exceptions of the recipe, or by guards: no FP8 folder says so."""
+    holders = [module for module in trainer.model.modules() if isinstance(module, RecipeHolder)]
+    by_guards = any(holder.recipe and "fprop" in holder.recipe.high_precision for holder in holders)
+    return by_guards or any("fprop" in gemms for _, gemms in trainer.strategy.recipe.exceptions)
 
 
 def _free_all_but_weights(trainer: Trainer) -> None:

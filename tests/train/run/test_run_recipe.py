@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from octile.checkpoint.files import checksum
+from octile.checkpoint.hugging_face import has_fp8_weights
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint
 from octile.lab.capture import load
 from octile.lab.run import capture_run
@@ -78,6 +79,16 @@ def test_the_configuration_stores_the_text_of_the_file(finished, file):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("gemm", "stored"), [("wgrad", True), ("fprop", False)])
+def test_a_model_whose_recipe_leaves_forward_gemms_in_bf16_is_stored_in_bf16(text, tmp_path, monkeypatch, gemm, stored):
+    """A folder with FP8 weights has one recipe, and no exceptions."""
+    write_no_report(monkeypatch)
+    file, out = tmp_path / "mine.toml", tmp_path / "run"
+    file.write_text(f'recipe = "deepseek_v3"\n[[keep]]\nlayers = "{LAYER}"\nproducts = ["{gemm}"]\n')
+    train(micro(data=str(text), recipe=str(file), out=out, steps=1), False, silent_console())
+    assert has_fp8_weights(out) == stored
+
+
 def test_a_run_resumes_bit_for_bit_without_its_file(file, config, tmp_path):
     straight = train(replace(config, steps=4, checkpoint_every=2), False, silent_console())
     killed = shutil.copytree(straight, tmp_path / "killed")
