@@ -1,7 +1,7 @@
 """What a conversion reached: how many layers, and which shares of the parameters and of the FLOPs are quantized.
 
-Counted are the GEMMs of a token's forward pass whose one operand is a weight: linear layers, gates and experts; of the
-experts those that a token is sent to. Attention's scores depend on the length of the text and are left out.
+Counted are fprop, dgrad and wgrad of linear layers, gates and experts, of the experts those that a token is sent to.
+Each of the three has as many operations. Attention's scores depend on the length of the text and are left out.
 """
 
 import logging
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from octile.nn.eager_kernels import FusedKernels
 from octile.nn.linear import RecipeHolder
-from octile.recipe import Recipe
+from octile.recipe import GEMMS, Recipe
 
 log = logging.getLogger("octile")
 
@@ -31,7 +31,7 @@ class Shares(NamedTuple):
 
     Attributes:
         parameters: share of all parameters of the model, each counted once.
-        flops: share of the floating-point operations of a token's GEMMs with a weight, in the forward pass.
+        flops: share of the floating-point operations of a token's fprop, dgrad and wgrad.
     """
 
     parameters: float
@@ -79,12 +79,12 @@ class ConversionSummary(str):
 
 
 class _Gemm(NamedTuple):
-    """A GEMM with a weight: its floating-point operations per token, and whether its layer and itself are quantized."""
+    """The GEMMs of a weight: their floating-point operations per token, and the share of these that is quantized."""
 
     weight: Tensor
     flops: float
     is_layer_quantized: bool
-    is_quantized: bool
+    quantized: float
 
 
 def quantized_shares(model: nn.Module) -> Shares:
@@ -95,7 +95,7 @@ def quantized_shares(model: nn.Module) -> Shares:
     flops = sum(gemm.flops for gemm in gemms)
     return Shares(
         sum(quantized.values()) / parameters if parameters else 0.0,
-        sum(gemm.flops for gemm in gemms if gemm.is_quantized) / flops if flops else 0.0,
+        sum(gemm.flops * gemm.quantized for gemm in gemms) / flops if flops else 0.0,
     )
 
 
@@ -109,8 +109,8 @@ def _gemms(module: nn.Module, parent: nn.Module | None, name: str, uses: float) 
     recipe = recipe_of(module)
     is_quantized = recipe is not None and recipe.formats is not None
     for weight in gemm_weights(module):
-        has_quantized_fprop = recipe is not None and is_quantized and "fprop" not in recipe.high_precision
-        yield _Gemm(weight, 2 * uses * weight.numel(), is_quantized, has_quantized_fprop)
+        quantized = 0.0 if recipe is None or not is_quantized else 1 - len(recipe.high_precision) / len(GEMMS)
+        yield _Gemm(weight, 2 * len(GEMMS) * uses * weight.numel(), is_quantized, quantized)
     for child_name, child in module.named_children():
         yield from _gemms(child, module, child_name, uses)
 
