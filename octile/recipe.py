@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import torch
 
@@ -43,9 +43,9 @@ from octile.formats import (
     FloatFormat,
     IntFormat,
 )
-from octile.validation import read_text
+from octile.validation import Range, annotations_of, check, check_fields, read_text
 
-Extent = int | None  # the size of a block along one dimension of a matrix; None: the whole dimension
+Extent = Annotated[int, Range(at_least=1)] | None  # of a block along one dimension of a matrix; None: all of it
 ScaleRule = Literal["float32", "power_of_2"]
 GemmName = Literal["fprop", "dgrad", "wgrad"]
 Amax = Literal["current", "delayed", "unscaled"]
@@ -71,23 +71,26 @@ class OperandFormat:
             or until every step of the window has one (`until_full`). A step with a NaN or an Inf has none.
 
     Raises:
-        ValueError: a block or a scale rule that has no meaning with this amax, or a window below 1.
+        TypeError: a field has another type, such as the name of a format.
+        ValueError: it is none of those above; a side of the block or the window is below 1; or a block or a scale rule
+            has no meaning with this amax.
     """
 
     fmt: FloatFormat | IntFormat = E4M3
     block: tuple[Extent, Extent] = TILE
     scale: ScaleRule = "float32"
     amax: Amax = "current"
-    window: int = 16
+    window: Annotated[int, Range(at_least=1)] = 16
     warm_up: Literal["until_first", "until_full"] = "until_first"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.fmt, FloatFormat | IntFormat):
+            raise TypeError(f"fmt must be a format such as octile.E4M3, not {self.fmt!r}")
+        check_fields(self)
         if self.amax != "current" and self.block != TENSOR:
             raise ValueError(f"amax={self.amax!r} needs one scale for the whole tensor, but block is {self.block}")
         if self.amax == "unscaled" and self.scale != "float32":
             raise ValueError(f"scale={self.scale!r} has no meaning with amax='unscaled'")
-        if self.window < 1:
-            raise ValueError(f"window must be at least 1 step, not {self.window}")
 
 
 GEMMS: tuple[GemmName, ...] = ("fprop", "dgrad", "wgrad")
@@ -95,12 +98,19 @@ GEMMS: tuple[GemmName, ...] = ("fprop", "dgrad", "wgrad")
 
 @dataclass(frozen=True)
 class OptimizerFormats:
-    """The formats of the optimizer's state for each parameter, and of the gradient that it reads."""
+    """The formats of the optimizer's state for each parameter, and of the gradient that it reads.
+
+    Raises:
+        TypeError, ValueError: a field is none of its formats.
+    """
 
     master: Literal["float32", "float16"] = "float32"
     gradient: Literal["float32", "float8_e4m3fn"] = "float32"
     exp_avg: Literal["float32", "bfloat16", "float8_e4m3fn"] = "bfloat16"
     exp_avg_sq: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -115,6 +125,7 @@ class GemmFormats:
             forward from the original, and saved instead of `x`.
 
     Raises:
+        TypeError: an operand is no OperandFormat.
         ValueError: a delayed scale where wgrad's formats differ: a layer has no amax history for them.
     """
 
@@ -131,6 +142,9 @@ class GemmFormats:
         return replace(self.dy, scale=self.x.scale), replace(self.wgrad_dy, scale=self.wgrad_x.scale)
 
     def __post_init__(self) -> None:
+        for name in ("x", "w", "dy", "wgrad_x", "wgrad_dy"):
+            if not isinstance(operand := getattr(self, name), OperandFormat):
+                raise TypeError(f"{name} must be an OperandFormat, not {operand!r}")
         assert self.routed_dy  # computed now: the compiler of torch 2.11 cannot construct an OperandFormat
         if self.is_delayed and (self.wgrad_x, self.wgrad_dy) != (self.x, self.dy):
             raise ValueError(
@@ -200,6 +214,9 @@ class Recipe:
             whatever else is in the batch (`docs/exact.md`).
         latents: how latents are rounded before attention reads them, as serving caches them: to the dtype of
             activations, or to FP8. Only of a batch-invariant recipe.
+
+    Raises:
+        TypeError, ValueError: a field is none of these, or serving does not compute a batch-invariant recipe.
     """
 
     name: str
@@ -220,9 +237,18 @@ class Recipe:
     latents: Literal["activations", "fp8"] = "activations"
 
     def __post_init__(self) -> None:
+        for name, annotation in CHOICES.items():
+            check(name, getattr(self, name), annotation)
+        for name, kind in (("formats", GemmFormats), ("attention_output", OperandFormat)):
+            if not isinstance(value := getattr(self, name), kind | None):
+                raise TypeError(f"{name} must be None or {kind.__name__}, not {value!r}")
+        if self.swiglu_inputs not in ("recomputed", None) and not isinstance(self.swiglu_inputs, OperandFormat):
+            raise TypeError(f"swiglu_inputs must be None, 'recomputed' or an OperandFormat, not {self.swiglu_inputs!r}")
+        if not isinstance(self.compute, torch.dtype) or not self.compute.is_floating_point:
+            raise TypeError(f"compute must be a floating-point dtype such as torch.bfloat16, not {self.compute!r}")
+        if unknown := [*self.high_precision.union(*(gemms for _, gemms in self.exceptions)) - {*GEMMS}]:
+            raise ValueError(f"high_precision and exceptions must have GEMMs of {', '.join(GEMMS)}, not {unknown[0]!r}")
         assert self.smoothed  # computed now, as `GemmFormats.routed_dy`
-        if self.latents not in LATENTS:
-            raise ValueError(f"latents must be {' or '.join(map(repr, LATENTS))}, not {self.latents!r}")
         if self.latents != "activations" and not self.batch_invariant:
             raise ValueError(f"latents must be 'activations', not {self.latents!r}, without batch_invariant")
         if self.batch_invariant and (why := self._why_not_served()):
@@ -627,3 +653,11 @@ def _exception(where: str, keep: Any) -> tuple[str, frozenset[GemmName]]:
     if not isinstance(gemms, list) or not gemms or any(gemm not in GEMMS for gemm in gemms):
         raise ValueError(f"{where}: products must be some of {list(GEMMS)}, not {gemms!r}")
     return keep["layers"], frozenset(gemms)
+
+
+CHOICES = {  # fields of a recipe that are words, or bools
+    name: annotation
+    for name, annotation in annotations_of(Recipe).items()
+    if annotation is bool or any(get_origin(part) is Literal for part in (annotation, *get_args(annotation)))
+    if name != "swiglu_inputs"
+}

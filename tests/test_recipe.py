@@ -1,5 +1,6 @@
 """Tests of recipes and recipe files; tests/nn/test_linear.py tests what they compute."""
 
+import re
 from dataclasses import FrozenInstanceError, fields, replace
 from itertools import combinations
 
@@ -187,7 +188,7 @@ def test_a_scale_of_1_is_not_rounded():
 
 
 def test_a_history_has_at_least_one_step():
-    with pytest.raises(ValueError, match="window must be at least 1 step, not 0"):
+    with pytest.raises(ValueError, match="window must be at least 1, not 0"):
         OperandFormat(block=TENSOR, amax="delayed", window=0)
 
 
@@ -346,7 +347,7 @@ def test_the_rounding_of_latents_is_written_and_read(tmp_path):
         (Recipe.per_tensor(), {"batch_invariant": True}, "layers that are not fused, or in high precision"),
         (Recipe.bf16(), {"batch_invariant": True}, "layers that are not fused, or in high precision"),
         (Recipe.exact(), {"exceptions": (("*.o_proj", frozenset({"wgrad"})),)}, r"exceptions such as '\*\.o_proj'"),
-        (Recipe.exact(), {"latents": "int8"}, "latents must be 'activations' or 'fp8', not 'int8'"),
+        (Recipe.exact(), {"latents": "int8"}, "latents must be activations or fp8, not 'int8'"),
         (Recipe.deepseek_v3(), {"latents": "fp8"}, "latents must be 'activations', not 'fp8', without batch_invariant"),
     ],
 )
@@ -375,3 +376,42 @@ def test_a_recipe_that_a_file_cannot_say_is_not_written(recipe, message, tmp_pat
     with pytest.raises(ValueError, match=f"^{message}"):
         recipe.write(path)
     assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: OperandFormat("e4m3"), TypeError, "fmt must be a format such as octile.E4M3, not 'e4m3'"),
+        (lambda: OperandFormat(scale="up"), ValueError, "scale must be float32 or power_of_2, not 'up'"),
+        (lambda: OperandFormat(block=(0, 128)), ValueError, "block must be at least 1, not 0"),
+        (
+            lambda: OperandFormat(block=128),
+            TypeError,
+            "block must be a list of 2, each a whole number or null, not 128",
+        ),
+        (lambda: OperandFormat(window=1.5), TypeError, "window must be a whole number, not 1.5"),
+        (
+            lambda: OptimizerFormats(exp_avg="int8"),
+            ValueError,
+            "exp_avg must be float32 or bfloat16 or float8_e4m3fn, ",
+        ),
+        (lambda: GemmFormats(*5 * (E4M3,)), TypeError, "x must be an OperandFormat, not "),
+        (lambda: Recipe("a", E4M3), TypeError, "formats must be None or GemmFormats, not "),
+        (
+            lambda: Recipe("a", compute="bf16"),
+            TypeError,
+            "compute must be a floating-point dtype such as torch.bfloat16, ",
+        ),
+        (lambda: Recipe("a", loss_scale="static"), ValueError, "loss_scale must be dynamic, not 'static'"),
+        (lambda: Recipe("a", norms="saved"), ValueError, "norms must be kept or recomputed, not 'saved'"),
+        (lambda: Recipe("a", swiglu_inputs="kept"), TypeError, "swiglu_inputs must be None, 'recomputed' or an Oper"),
+        (
+            lambda: Recipe("a", exceptions=(("*", {"bprop"}),)),
+            ValueError,
+            "high_precision and exceptions must have GEMMs",
+        ),
+    ],
+)
+def test_a_recipe_that_means_nothing_is_refused_where_it_is_written(make, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        make()
