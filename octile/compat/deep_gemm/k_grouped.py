@@ -20,6 +20,7 @@ from octile.ops.matmul import check_operand, check_sizes
 from octile.ops.operator import check_tensor
 from octile.ops.scale_layouts import PER_INT, unpack_grouped_ue8m0
 
+GRANULARITIES = (32, 128)  # how many tokens may share a scale
 MIN_BLOCK = 32  # tokens; the tokens that a scale covers, and the beginnings of groups, are multiples of it
 
 
@@ -62,11 +63,24 @@ def k_grouped_fp8_gemm_tn_contiguous(
     if b[0].shape[0] != tokens:
         raise ValueError(f"a and b must have the same tokens: {tuple(a[0].shape)}, {tuple(b[0].shape)}")
     check_values(grouped_layout, ks_cpu, tokens, use_psum_layout)
-    for name, pair in (("a", a), ("b", b)):
-        _check_scale(name, pair, ks_cpu, grouped_layout, recipe[2], use_psum_layout)
-    left = _operand("a", a, ks_cpu, grouped_layout, recipe[2], use_psum_layout)
-    right = _operand("b", b, ks_cpu, grouped_layout, recipe[2], use_psum_layout)
-    ends = _ends(grouped_layout, use_psum_layout).clamp(max=tokens).int()
+    for name, pair, channels in (("a", a, d.shape[1]), ("b", b, d.shape[2])):
+        _check_scale(name, pair, channels, ks_cpu, grouped_layout, recipe[2], use_psum_layout)
+    _gemm_tn(a, b, d, ks_cpu, grouped_layout, c, recipe[2], use_psum_layout)
+
+
+def _gemm_tn(
+    a: Pair,
+    b: Pair,
+    d: Tensor,
+    ks: Sequence[int] | None,
+    layout: Tensor,
+    c: Tensor | None,
+    gran_k: int,
+    psum: bool,
+) -> None:
+    left = _operand("a", a, ks, layout, gran_k, psum)
+    right = _operand("b", b, ks, layout, gran_k, psum)
+    ends = _ends(layout, psum).clamp(max=a[0].shape[0]).int()
     grouped_wgrad_out(d, *left, *right, ends, copy_c_to_d(d, c))
 
 
@@ -86,8 +100,8 @@ def k_grouped_fp8_gemm_nt_contiguous(
     The groups are concatenated first, which copies a and b.
 
     Args:
-        a: (data, scale): data of m · K values, [m, K_g] in row-major order for every group; scale float32
-            [m, Σ K_g/128].
+        a: (data, scale): data [m · K], in which each group is [m, K_g] in row-major order, or [m, K] of a single
+            group; scale float32 [m, Σ ⌈K_g/gran_k⌉].
         b: the same with n instead of m.
         d, grouped_layout, c, recipe, compiled_dims: as in `k_grouped_fp8_gemm_tn_contiguous`.
         ks_cpu: the tokens of each group, which give the layout of the data.
@@ -100,18 +114,26 @@ def k_grouped_fp8_gemm_nt_contiguous(
         raise ValueError("the nt form needs ks_cpu, which gives the layout of the data, and no psum layout")
     check_pairs(a, b)
     _check(a, b, c, d, ks_cpu, grouped_layout, recipe, use_psum_layout)
-    left, right = _concatenate_groups("a", a, d.shape[1], ks_cpu), _concatenate_groups("b", b, d.shape[2], ks_cpu)
-    k_grouped_fp8_gemm_tn_contiguous(left, right, d, ks_cpu, grouped_layout, c, recipe, compiled_dims)
+    for name, pair, channels in (("a", a, d.shape[1]), ("b", b, d.shape[2])):
+        _check_flat(name, pair[0], channels, ks_cpu)
+    check_values(grouped_layout, ks_cpu, sum(ks_cpu), psum=False)
+    for name, pair, channels in (("a", a, d.shape[1]), ("b", b, d.shape[2])):
+        _check_scale(name, pair, channels, ks_cpu, grouped_layout, recipe[2], psum=False, transposed=True)
+    left, right = _concatenate_groups(a, d.shape[1], ks_cpu), _concatenate_groups(b, d.shape[2], ks_cpu)
+    _gemm_tn(left, right, d, ks_cpu, grouped_layout, c, recipe[2], psum=False)
 
 
-def _concatenate_groups(name: str, pair: Pair, channels: int, ks: Sequence[int]) -> Pair:
+def _check_flat(name: str, data: Tensor, channels: int, ks: Sequence[int]) -> None:
+    """Check that data has the transposed groups one after another. Only a single group may be a matrix."""
+    shape = tuple(data.shape)
+    if shape != (channels * sum(ks),) and (len(ks) != 1 or shape != (channels, sum(ks))):
+        needed = f"[{channels} · {sum(ks)}], each group [{channels}, K_g] flattened, for ks_cpu={list(ks)}"
+        raise ValueError(f"{name} must be {needed}, not {shape}")
+
+
+def _concatenate_groups(pair: Pair, channels: int, ks: Sequence[int]) -> Pair:
     """Concatenate groups [channels, K_g] to data [K, channels], contiguous along K, and transpose the scales."""
     data, scale = pair
-    if data.numel() != channels * sum(ks):
-        needed = f"{channels} · {sum(ks)} values for {channels} channels of d and ks_cpu={list(ks)}"
-        raise ValueError(f"{name} must have {needed}, not {data.numel()}")
-    if scale.dim() != 2 or scale.shape[0] != channels:
-        raise ValueError(f"{name}'s scale must be [{channels}, blocks of tokens], not {tuple(scale.shape)}")
     starts = [0]
     for k in ks:
         starts.append(starts[-1] + k * channels)
@@ -189,23 +211,69 @@ def check_values(grouped_layout: Tensor, ks_cpu: Sequence[int] | None, tokens: i
         raise ValueError(f"grouped_layout must agree with ks_cpu={list(ks_cpu)}, not be {grouped_layout.tolist()}")
 
 
-def _check_scale(name: str, pair: Pair, ks: Sequence[int] | None, layout: Tensor, gran_k: int, psum: bool) -> None:
+def _check_scale(
+    name: str,
+    pair: Pair,
+    channels: int,
+    ks: Sequence[int] | None,
+    layout: Tensor,
+    gran_k: int,
+    psum: bool,
+    transposed: bool = False,
+) -> None:
+    """Check that the scale of a pair is [blocks of tokens, channels], or the transpose of that."""
     data, scale = pair
-    channels = data.shape[1]
+    dim = 1 if transposed else 0  # of the blocks
     if scale.dtype not in (torch.float32, torch.int32):
         raise TypeError(f"{name}'s scale must be float32, or int32 (packed UE8M0), not {scale.dtype}")
-    if scale.dim() != 2 or scale.shape[1] != channels:
-        raise ValueError(f"{name}'s scale must be [blocks of tokens, {channels}], not {tuple(scale.shape)}")
+    if scale.dim() != 2 or scale.shape[1 - dim] != channels:
+        needed = f"[{channels}, blocks of tokens]" if transposed else f"[blocks of tokens, {channels}]"
+        raise ValueError(f"{name}'s scale must be {needed}, not {tuple(scale.shape)}")
     if scale.device != data.device:
         raise ValueError(f"{name} and its scale must be on the same device, not on {data.device} and {scale.device}")
     sizes = _sizes(layout, psum).tolist() if layout.device.type == "cpu" else None if psum else ks
     if sizes is not None:
-        per_row = gran_k * (PER_INT if scale.dtype == torch.int32 else 1)
-        needed = sum(-(-k // per_row) for k in sizes)
-        if scale.shape[0] < needed:
-            raise ValueError(
-                f"{name}'s scale must have {needed} rows for groups of {list(sizes)}, not {scale.shape[0]}"
-            )
+        is_packed = scale.dtype == torch.int32
+        check_blocks(
+            f"{name}'s scale", scale.shape[dim], sizes, gran_k, "recipe=(1, 1, {})",
+            PER_INT if is_packed else 1, may_be_more=psum or is_packed, side=("rows", "columns")[dim],
+        )  # fmt: skip
+
+
+def check_blocks(
+    name: str,
+    blocks: int,
+    sizes: Sequence[int],
+    gran_k: int,
+    argument: str,
+    per_element: int = 1,
+    may_be_more: bool = False,
+    side: str = "rows",
+) -> None:
+    """Check that a scale has one element for each block of gran_k tokens of each group.
+
+    Args:
+        name: name of the scale, for the message.
+        blocks: the elements that it has along the tokens.
+        sizes: the tokens of each group.
+        gran_k: the tokens that share a scale.
+        argument: argument that gives gran_k, for the message; {} stands for its value.
+        per_element: the scales of an element: 4 where they are packed.
+        may_be_more: whether further elements may follow.
+        side: dimension of the elements, for the message.
+
+    Raises:
+        ValueError: it has fewer, or more where that is not allowed.
+    """
+
+    def needed(tokens: int) -> int:
+        return sum(-(-size // (tokens * per_element)) for size in sizes)
+
+    if blocks == needed(gran_k) or (may_be_more and blocks > needed(gran_k)):
+        return
+    message = f"{name} must have {needed(gran_k)} {side} for groups of {list(sizes)} at {gran_k} tokens a scale"
+    fitting = [argument.format(tokens) for tokens in GRANULARITIES if needed(tokens) == blocks]
+    raise ValueError(f"{message}, not {blocks}" + (f"; {blocks} fit {fitting[0]}" if fitting else ""))
 
 
 def _operand(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from octile.compat.deep_gemm.dense import has_mx_tensor_cores
 from octile.compat.deep_gemm.grouped import check_ends, padding
-from octile.compat.deep_gemm.k_grouped import check_ks, check_values
+from octile.compat.deep_gemm.k_grouped import GRANULARITIES, check_blocks, check_ks, check_values
 from octile.compat.deep_gemm.operands import Block, Recipe, check_recipe
 from octile.ops.matmul import check_sizes
 from octile.ops.operator import check_tensor
@@ -73,7 +73,7 @@ def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
         grouped_layout: int32 [G]: the tokens of each group. With use_psum_layout: the end of each group; the next one
             begins at the next multiple of k_alignment.
         ks_cpu: the tokens of each group. With use_psum_layout it may be None or []; the result then has unused rows.
-        gran_k: the tokens that share a scale.
+        gran_k: the tokens that share a scale, 128 or 32.
         k_alignment: see grouped_layout.
         use_psum_layout: whether grouped_layout holds ends.
 
@@ -85,20 +85,23 @@ def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
         raise ValueError(f"sf must be [blocks of tokens, MN], not {tuple(sf.shape)}")
     _check_groups("grouped_layout", grouped_layout, sf)
     check_ks(ks_cpu, len(grouped_layout), use_psum_layout)
-    for name, extent in (("gran_k", gran_k), ("k_alignment", k_alignment)):
-        if not isinstance(extent, int) or extent < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, not {extent!r}")
+    if gran_k not in GRANULARITIES:
+        raise ValueError(f"gran_k must be 128 or 32, not {gran_k!r}")
+    if not isinstance(k_alignment, int) or k_alignment < 1:
+        raise ValueError(f"k_alignment must be an integer of at least 1, not {k_alignment!r}")
     sizes = grouped_layout
     if not use_psum_layout:
         check_values(grouped_layout, ks_cpu, sum(ks_cpu or ()), psum=False)
     else:
         begins = (grouped_layout[:-1] + k_alignment - 1) // k_alignment * k_alignment
         sizes = grouped_layout - torch.cat([grouped_layout.new_zeros(1), begins])
+        if sf.device.type == "cpu" and sizes.lt(0).any():
+            what = f"ends of groups that begin at multiples of {k_alignment}"
+            raise ValueError(f"grouped_layout must hold {what}, not {grouped_layout.tolist()}")
+    host_sizes = sizes.tolist() if sf.device.type == "cpu" else None if use_psum_layout else ks_cpu
+    if host_sizes is not None:
+        check_blocks("sf", sf.shape[0], host_sizes, gran_k, "gran_k={}", may_be_more=use_psum_layout)
     blocks = (sizes + gran_k - 1) // gran_k
-    if sf.device.type == "cpu" and (sizes.lt(0).any() or blocks.sum() > sf.shape[0]):
-        raise ValueError(
-            f"grouped_layout must have groups with {sf.shape[0]} scales in all, not {grouped_layout.tolist()}"
-        )
     if ks_cpu:
         rows = sum(-(-k // (gran_k * PER_INT)) for k in ks_cpu)
     else:

@@ -144,6 +144,34 @@ def test_what_does_not_fit_is_refused(change, error, message):
         deep_gemm.k_grouped_fp8_gemm_tn_contiguous(**(arguments | change))
 
 
+@pytest.mark.parametrize(("gran_k", "recipe", "rows", "found"), [(32, 128, 5, 20), (128, 32, 20, 5)])
+def test_scales_of_another_granularity_are_refused_with_the_recipe_that_fits(gran_k, recipe, rows, found):
+    ks = [128, 512]
+    (a, scale), d, layout = joined(quantized(ks, m, gran_k)), torch.zeros(2, m, m), torch.tensor(ks, dtype=torch.int32)
+    fitting = f"; {found} fit recipe=\\(1, 1, {gran_k}\\)"
+    message = f"for groups of \\[128, 512\\] at {recipe} tokens a scale, not {found}{fitting}"
+    options = {"recipe": (1, 1, recipe)}
+    with pytest.raises(ValueError, match=f"a's scale must have {rows} rows {message}"):
+        deep_gemm.k_grouped_fp8_gemm_tn_contiguous((a, scale), (a, scale), d, ks, layout, **options)
+    flat = torch.cat([group.T.flatten().view(torch.uint8) for group in a.split(ks)]).view(a.dtype), scale.T
+    with pytest.raises(ValueError, match=f"a's scale must have {rows} columns {message}"):
+        deep_gemm.k_grouped_fp8_gemm_nt_contiguous(flat, flat, d, ks, layout, **options)
+    assert not d.any()
+
+
+def test_only_a_single_transposed_group_may_be_a_matrix():
+    def call(ks):
+        a, layout, d = quantized([256], m), torch.tensor(ks, dtype=torch.int32), torch.zeros(len(ks), m, m)
+        data, scale = a[0]
+        pair = data.T, scale.T
+        deep_gemm.k_grouped_fp8_gemm_nt_contiguous(pair, pair, d, ks, layout)
+        check(d, a, a, torch.zeros_like(d))
+
+    call([256])
+    with pytest.raises(ValueError, match=r"a must be \[24 · 256\], each group \[24, K_g\] .*, not \(24, 256\)"):
+        call([128, 128])
+
+
 def test_transposed_groups_need_their_sizes_on_the_host():
     pair = (torch.zeros(0, dtype=torch.float8_e4m3fn), torch.zeros(m, 0))
     for ks_cpu, message in ((None, "the nt form needs ks_cpu"), ([], "ks_cpu must have 1 sizes, one for each group")):

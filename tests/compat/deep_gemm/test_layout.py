@@ -111,12 +111,20 @@ def test_malformed_scales_are_refused(sf):
         ({"ks_cpu": None}, ValueError, "ks_cpu must be given unless use_psum_layout is"),
         ({"ks_cpu": SIZES}, TypeError, "ks_cpu must be a list of integers"),
         ({"ks_cpu": [256]}, ValueError, "ks_cpu must have 2 sizes, one for each group, not 1"),
-        ({"gran_k": 0}, ValueError, "gran_k must be an integer of at least 1, not 0"),
+        ({"gran_k": 0}, ValueError, "gran_k must be 128 or 32, not 0"),
+        ({"gran_k": 64}, ValueError, "gran_k must be 128 or 32, not 64"),
         ({"k_alignment": None}, ValueError, "k_alignment must be an integer of at least 1, not None"),
         (
             {"sf": torch.ones(3, 8)},
             ValueError,
-            r"grouped_layout must have groups with 3 scales in all, not \[256, 256\]",
+            r"sf must have 4 rows for groups of \[256, 256\] at 128 tokens a scale, not 3$",
+        ),
+        ({"sf": torch.ones(5, 8)}, ValueError, "sf must have 4 rows for groups of .* not 5$"),
+        ({"sf": torch.ones(16, 8)}, ValueError, "sf must have 4 rows for groups of .* not 16; 16 fit gran_k=32"),
+        (
+            {"grouped_layout": SIZES - 100, "use_psum_layout": True, "k_alignment": 160},
+            ValueError,
+            r"grouped_layout must hold ends of groups that begin at multiples of 160, not \[156, 156\]",
         ),
     ],
 )
