@@ -188,7 +188,8 @@ def check_cd(
 
     Raises:
         TypeError: d is not bfloat16 or float32, or c has another dtype.
-        ValueError: a shape or a device is wrong, or c is d with other strides.
+        ValueError: a shape or a device is wrong, c shares memory with d and is not d itself, or one of them requires a
+            gradient in grad mode.
     """
     check_d(d, shape, device, contiguous)
     if c is None:
@@ -200,6 +201,44 @@ def check_cd(
         raise ValueError(f"c must be {tuple(d.shape)} on {d.device} as d is, not {tuple(c.shape)} on {c.device}")
     if c.data_ptr() == d.data_ptr() and c.stride() != d.stride():
         raise ValueError(f"c shares d's memory, so it must have d's strides {d.stride()}, not {c.stride()}")
+    if c.data_ptr() != d.data_ptr() and _share_memory(c, d):
+        raise ValueError("c must be d itself or share no memory with it; pass c.clone()")
+    _check_no_grad("c", c)
+
+
+def _share_memory(c: Tensor, d: Tensor) -> bool:
+    """Return whether elements of c and d share memory. True also where c lies among d's elements with other strides."""
+    begin_c, begin_d = c.data_ptr(), d.data_ptr()
+    if d.numel() == 0 or begin_c >= begin_d + _extent(d) or begin_d >= begin_c + _extent(c):
+        return False
+    distance, remainder = divmod(begin_c - begin_d, d.element_size())
+    dims = sorted(zip(d.stride(), d.shape, strict=True), reverse=True)
+    return c.stride() != d.stride() or remainder != 0 or _is_distance_of_elements(distance, dims)
+
+
+def _extent(t: Tensor) -> int:
+    """Return the bytes from the first element of a tensor to the end of its last."""
+    return t.element_size() * (1 + sum(step * (size - 1) for step, size in zip(t.stride(), t.shape, strict=True)))
+
+
+def _is_distance_of_elements(distance: int, dims: list[tuple[int, int]]) -> bool:
+    """Return whether two elements of a tensor that does not overlap itself have this distance in memory.
+
+    Args:
+        distance: in elements, of either sign.
+        dims: (stride, size) of each dimension, the largest stride first.
+    """
+    dims = [(step, size) for step, size in dims if size > 1]
+    if not dims:
+        return distance == 0
+    (step, size), *inner = dims  # inner dimensions reach less than a step, so only two differences are possible
+    nearest = distance // step
+    return any(abs(k) < size and _is_distance_of_elements(distance - k * step, inner) for k in (nearest, nearest + 1))
+
+
+def _check_no_grad(name: str, t: Tensor) -> None:
+    if t.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} must not require a gradient, which is not computed; pass {name}.detach()")
 
 
 def copy_c_to_d(d: Tensor, c: Tensor | None) -> bool:
@@ -222,3 +261,4 @@ def check_d(d: Tensor, shape: tuple[int, ...], device: torch.device, contiguous:
         raise ValueError(f"d must be contiguous, but has the strides {d.stride()}")
     if has_overlap(d):
         raise ValueError(f"d must not overlap itself, as {tuple(d.shape)} with strides {d.stride()} does")
+    _check_no_grad("d", d)

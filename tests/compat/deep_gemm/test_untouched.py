@@ -215,6 +215,48 @@ def test_d_is_unchanged(function: str, name: str, how: Change):
         assert before.is_meta or torch.equal(arguments[n], before)
 
 
+@pytest.mark.parametrize("function", FITTING)
+@pytest.mark.parametrize("name", ["c", "d"])
+def test_results_and_addends_that_require_a_gradient_are_refused(function: str, name: str):
+    arguments = FITTING[function]()
+    if name not in arguments:
+        return
+    before = arguments["d"].clone()
+    arguments[name].requires_grad_()
+    message = rf"{name} must not require a gradient, which is not computed; pass {name}\.detach\(\)"
+    with pytest.raises(ValueError, match=message):
+        getattr(deep_gemm, function)(**arguments)
+    assert torch.equal(arguments["d"], before)
+    with torch.no_grad():
+        getattr(deep_gemm, function)(**arguments)
+
+
+@pytest.mark.parametrize("offset", [1, N, (M - 1) * N, M * N - 1])
+@pytest.mark.parametrize("function", ["fp8_gemm_nt", "bf16_gemm_nt"])
+def test_an_addend_that_overlaps_the_result_is_refused(function: str, offset: int):
+    buffer = random(2 * M * N)
+    one, other = buffer[: M * N].view(M, N), buffer[offset : offset + M * N].view(M, N)
+    before = buffer.clone()
+    for c, d in ((one, other), (other, one)):
+        with pytest.raises(ValueError, match=r"c must be d itself or share no memory with it; pass c\.clone\(\)"):
+            getattr(deep_gemm, function)(**FITTING[function]() | {"c": c, "d": d})
+    assert torch.equal(buffer, before)
+
+
+@pytest.mark.parametrize(("columns", "fits"), [(N, True), (N - 1, False), (1, False)])
+def test_an_addend_may_lie_between_the_rows_of_the_result(columns: int, fits: bool):
+    buffer, arguments = random(M, 2 * N), fp8_dense()
+    c, d = buffer[:, columns : columns + N], buffer[:, :N]
+    if not fits:
+        with pytest.raises(ValueError, match="c must be d itself or share no memory"):
+            deep_gemm.fp8_gemm_nt(**arguments | {"c": c, "d": d})
+        return
+    expected = torch.empty(M, N)
+    deep_gemm.fp8_gemm_nt(**arguments | {"c": c, "d": expected})
+    deep_gemm.fp8_gemm_nt(**arguments | {"c": c, "d": d})
+    assert torch.equal(d, expected)
+
+
 PSUM = {
     "m_grouped_fp8_gemm_nt_contiguous": lambda: change(
         FITTING["m_grouped_fp8_gemm_nt_contiguous"]() | result(160, N), a=lambda _: tiles(160, K)
