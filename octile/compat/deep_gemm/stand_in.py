@@ -34,10 +34,9 @@ class StandIn(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Give the module octile's functions."""
         module.__doc__ = "octile's functions under DeepGEMM's names"
-        for name in set(self.ours.__all__) - {"install", "utils"}:
+        left_out = {"install"} if self.package is None else {"install", "testing", "utils"}
+        for name in {*self.ours.__all__, "__getattr__"} - left_out:
             setattr(module, name, getattr(self.ours, name))
-        if self.package is None:
-            module.utils = self.ours.utils  # type: ignore[attr-defined]
 
 
 def install(source: Path | str | None = None) -> ModuleType:
@@ -45,8 +44,8 @@ def install(source: Path | str | None = None) -> ModuleType:
 
     Args:
         source: a checkout of DeepGEMM, or None. With a checkout, its `deep_gemm.utils` and `deep_gemm.testing`, which
-            are Python, are imported from there and call octile's functions, as its tests need it. Without one,
-            `deep_gemm.utils` is octile's and there is no `deep_gemm.testing`.
+            are Python, are imported from there and call octile's functions, as its tests need it. Without one, both are
+            octile's.
 
     Raises:
         RuntimeError: DeepGEMM itself has been imported already.
@@ -67,7 +66,7 @@ def install(source: Path | str | None = None) -> ModuleType:
     sys.modules["deep_gemm._C"] = ours  # DeepGEMM's Python imports its compiled functions from here
     module = import_module("deep_gemm")
     if package is None:
-        for name in ("utils", "utils.layout", "utils.math"):
+        for name in ("testing", "utils", "utils.layout", "utils.math"):
             sys.modules[f"deep_gemm.{name}"] = import_module(f"{ours.__name__}.{name}")
     else:
         import_module("deep_gemm.utils")

@@ -58,7 +58,9 @@ def test_alone_it_has_every_function_and_its_utils():
 
 
 @pytest.mark.usefixtures("modules")
-@pytest.mark.parametrize("name", ["deep_gemm", "deep_gemm.utils", "deep_gemm.utils.layout", "deep_gemm.utils.math"])
+@pytest.mark.parametrize(
+    "name", ["deep_gemm", "deep_gemm.testing", "deep_gemm.utils", "deep_gemm.utils.layout", "deep_gemm.utils.math"]
+)
 def test_it_is_found_as_an_installed_module_is(name: str):
     """vLLM asks `importlib.util.find_spec` whether there is DeepGEMM."""
     ours.install()
@@ -120,6 +122,42 @@ def test_the_modules_of_utils_are_imported_by_their_own_names():
 
     assert deep_gemm.utils.layout.get_mn_major_tma_aligned_tensor is ours.get_mn_major_tma_aligned_tensor
     assert deep_gemm.utils.math.per_block_cast_to_fp8 is ours.utils.per_block_cast_to_fp8
+
+
+@pytest.mark.usefixtures("modules")
+def test_it_has_testing():
+    ours.install()
+    from deep_gemm.testing import calc_diff
+
+    assert calc_diff is ours.testing.calc_diff
+
+
+def test_the_functions_of_utils_are_those_of_the_module():
+    functions = set(ours.utils.__all__) - {"layout", "math"}
+    assert all(getattr(ours, name) is getattr(ours.utils, name) for name in functions)
+    assert functions <= set(ours.__all__)
+
+
+@pytest.mark.usefixtures("modules")
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("gemm_fp8_fp8_bf16_nt", "fp8_gemm_nt"),
+        ("m_grouped_gemm_fp8_fp8_bf16_nt_masked", "m_grouped_fp8_gemm_nt_masked"),
+        ("get_col_major_tma_aligned_tensor", "get_mn_major_tma_aligned_tensor"),
+        ("wgrad_gemm_fp8_fp8_fp32_nt", r"fp8_gemm_nt, with c=d and recipe=\(1, 1, 128\)"),
+    ],
+)
+def test_names_of_deep_gemm_1_are_answered_with_those_of_2(old: str, new: str):
+    for module in (ours, ours.install()):
+        with pytest.raises(
+            AttributeError, match=f"deep_gemm has no {old}, a name of DeepGEMM 1: DeepGEMM 2 has {new}$"
+        ):
+            getattr(module, old)
+
+
+def test_other_names_are_missing_as_usual():
+    assert not hasattr(ours, "tf32_hc_prenorm_gemm")
 
 
 @pytest.mark.usefixtures("modules")
