@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from octile.compat.deep_gemm.operands import checked_integer
 from octile.ops.mqa_logits import (
     PAGE,
     check_logits,
@@ -66,6 +67,7 @@ def fp8_fp4_mqa_logits(
     tensors = k, k_scale, weights, cu_seq_len_k_start, cu_seq_len_k_end
     for name, t in zip(("kv's data", "kv's scale", "weights", *RANGES), tensors, strict=True):
         check_tensor(name, t)
+    max_seqlen_k = _integer("max_seqlen_k", max_seqlen_k)
     check_logits(data, *tensors, max_seqlen_k, clean_logits, logits_dtype, NAMES)
     return cast(Tensor, mqa_logits(data, *tensors, max_seqlen_k, clean_logits, logits_dtype))
 
@@ -105,6 +107,7 @@ def get_paged_mqa_logits_metadata(
     _check_varlen(indices)
     if block_kv != PAGE:
         raise ValueError(f"block_kv must be {PAGE}, not {block_kv}")
+    num_sms = _integer("num_sms", num_sms)
     check_schedule(context_lens, num_sms, PAGED_NAMES)
     if _has_values(context_lens):
         check_schedule_values(context_lens, PAGED_NAMES)
@@ -150,6 +153,7 @@ def fp8_fp4_paged_mqa_logits(
             f"kv_cache must be [P, {PAGE}, 1, D + 4] with contiguous pages, "
             f"not {tuple(kv_cache.shape)} with strides {kv_cache.stride()}"
         )
+    max_context_len = _integer("max_context_len", max_context_len)
     arguments = data, kv_cache.flatten(1), weights, context_lens, block_table, schedule_meta, max_context_len
     check_paged_logits(*arguments, logits_dtype, PAGED_NAMES)
     if _has_values(context_lens):
@@ -181,6 +185,11 @@ def _fp8(name: str, pair: tuple[Tensor, Tensor | None]) -> Tensor:
     if pair[1] is not None:
         raise ValueError(f"{name}'s scale must be None: FP4 is not supported")
     return pair[0]
+
+
+def _integer(name: str, value: int) -> int:
+    """Return an integer of Python; one of a trace is unchanged."""
+    return value if isinstance(value, torch.SymInt) else checked_integer(name, value)
 
 
 def _check_varlen(indices: Tensor | None) -> None:

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octile.compat.deep_gemm.grouped import check_layout, check_masked, offsets, padding
-from octile.compat.deep_gemm.k_grouped import check_ks, check_values
+from octile.compat.deep_gemm.grouped import check_layout, checked_masked, offsets, padding
+from octile.compat.deep_gemm.k_grouped import check_values, checked_ks
 from octile.compat.deep_gemm.operands import check_cd, check_d, copy_c_to_d, transpose_one, transposed_form
 from octile.nn.fused.high_precision import nt
 from octile.ops.matmul import check_sizes, without_autocast
@@ -137,7 +137,7 @@ def m_grouped_bf16_gemm_nt_masked(
     check_d(d, (*a.shape[:2], b.shape[1]), a.device)
     if d.dtype != torch.bfloat16:
         raise TypeError(f"d must be bfloat16, not {d.dtype}")
-    check_masked(masked_m, expected_m, a.shape[0], a.shape[1], a.device)
+    checked_masked(masked_m, expected_m, a.shape[0], a.shape[1], a.device)
     with without_autocast(a.device):
         torch.bmm(a, b.mT, out=d)
 
@@ -167,16 +167,16 @@ def k_grouped_bf16_gemm_tn_contiguous(
     check_tensor("d", d)
     if d.dim() != 3:
         raise ValueError(f"d must be [G, m, n], not {tuple(d.shape)}")
-    check_ks(ks_cpu, d.shape[0])
-    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != sum(ks_cpu) or b.shape[0] != sum(ks_cpu):
-        raise ValueError(f"a and b must have {sum(ks_cpu)} tokens, not {tuple(a.shape)} and {tuple(b.shape)}")
+    ks = checked_ks(ks_cpu, d.shape[0])
+    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != sum(ks) or b.shape[0] != sum(ks):
+        raise ValueError(f"a and b must have {sum(ks)} tokens, not {tuple(a.shape)} and {tuple(b.shape)}")
     _check(a.mT, b.mT, torch.bfloat16, dims=(2, 2))
-    check_cd(c, d, (len(ks_cpu), a.shape[1], b.shape[1]), a.device)
+    check_cd(c, d, (len(ks), a.shape[1], b.shape[1]), a.device)
     check_tensor("grouped_layout", grouped_layout)
-    check_sizes("grouped_layout", grouped_layout, len(ks_cpu), a.device)
-    check_values(grouped_layout, ks_cpu, sum(ks_cpu), psum=False)
+    check_sizes("grouped_layout", grouped_layout, len(ks), a.device)
+    check_values(grouped_layout, ks, sum(ks), psum=False)
     accumulate = copy_c_to_d(d, c)
-    for g, (k, end) in enumerate(zip(ks_cpu, running_sum(ks_cpu), strict=True)):
+    for g, (k, end) in enumerate(zip(ks, running_sum(ks), strict=True)):
         gemm_nt(a[end - k : end].mT, b[end - k : end].mT, d[g], accumulate)
 
 

@@ -10,6 +10,7 @@ from octile.compat.deep_gemm.operands import (
     Recipe,
     check_cd,
     check_d,
+    checked_integers,
     copy_c_to_d,
     operands,
     transposed_form,
@@ -105,15 +106,14 @@ def fp8_gemm_nt_skip_head_mid(
 
 
 def _checked_splits(head_splits: tuple[int, int, int], n: int) -> tuple[int, int, int]:
-    if not isinstance(head_splits, tuple | list) or not all(type(columns) is int for columns in head_splits):
-        raise TypeError(f"head_splits must be (left, mid, right) in integers, not {head_splits!r}")
-    if len(head_splits) != 3 or min(head_splits) < 0 or head_splits[0] + head_splits[2] < 1:
+    splits = checked_integers("head_splits", head_splits, "(left, mid, right) in integers")
+    if len(splits) != 3 or min(splits) < 0 or splits[0] + splits[2] < 1:
         raise ValueError(
-            f"head_splits must be (left, mid, right), at least 0 each and left + right at least 1, not {head_splits!r}"
+            f"head_splits must be (left, mid, right), at least 0 each and left + right at least 1, not {splits}"
         )
-    before, gap, after = head_splits
+    before, gap, after = splits
     if n == 0 or n % (before + after):
-        raise ValueError(f"head_splits must divide b's {n} rows into heads of left + right, not be {head_splits!r}")
+        raise ValueError(f"head_splits must divide b's {n} rows into heads of left + right, not be {splits}")
     return before, gap, after
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from octile.compat.deep_gemm.bf16 import gemm_nt
-from octile.compat.deep_gemm.operands import Pair, Recipe, check_cd, check_pairs, check_recipe, copy_c_to_d, operands
+from octile.compat.deep_gemm.operands import Pair, Recipe, check_cd, check_pairs, checked_recipe, copy_c_to_d, operands
 from octile.ops.grouped import masked_grouped_matmul_nt_out
 from octile.ops.high_precision import without_reduced_precision_reduction
 from octile.ops.matmul import without_autocast
@@ -92,7 +92,7 @@ def fp8_einsum(expr: str, a: Pair, b: Pair, d: Tensor, c: Tensor | None = None, 
     """
     _check_expression(expr, OF_FP8)
     check_pairs(a, b)
-    check_recipe("recipe", recipe, "(gran_m, gran_n, gran_k)")
+    checked_recipe("recipe", recipe, "(gran_m, gran_n, gran_k)")
     shape = _shape_of_d(expr, a[0], b[0])
     for name, (_, scale) in (("a", a), ("b", b)):
         if scale.dim() != 3:

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from octile.compat.deep_gemm.operands import Block, Pair, Recipe, check_d, operands, transpose_pairs
+from octile.compat.deep_gemm.operands import Block, Pair, Recipe, check_d, checked_integer, operands, transpose_pairs
 from octile.compat.deep_gemm.settings import get_mk_alignment_for_contiguous_layout
 from octile.ops.grouped import grouped_matmul_nt_out, masked_grouped_matmul_nt_out
 from octile.ops.matmul import check_sizes
@@ -123,24 +123,24 @@ def m_grouped_fp8_gemm_nt_masked(
     if groups != groups_b:
         raise ValueError(f"a and b must have the same number of groups, not {groups} and {groups_b}")
     check_d(d, (groups, m, n), left.data.device, contiguous=True)
-    check_masked(masked_m, expected_m, groups, m, left.data.device)
+    expected_m = checked_masked(masked_m, expected_m, groups, m, left.data.device)
     masked_grouped_matmul_nt_out(d, *left, *right, masked_m, expected_m)
 
 
-def check_masked(masked_m: Tensor, expected_m: int, groups: int, m: int, device: torch.device) -> None:
-    """Check that masked_m has one int32 per group, and on the CPU that its values are from 0 to m.
+def checked_masked(masked_m: Tensor, expected_m: int, groups: int, m: int, device: torch.device) -> int:
+    """Check that masked_m has one int32 per group, and on the CPU that its values are from 0 to m; return expected_m.
 
     Raises:
         TypeError, ValueError: masked_m or expected_m does not fit.
     """
     check_tensor("masked_m", masked_m)
     check_sizes("masked_m", masked_m, groups, device)
-    if not isinstance(expected_m, int):
-        raise TypeError(f"expected_m must be an integer, not {expected_m!r}")
+    expected_m = checked_integer("expected_m", expected_m)
     if expected_m < 0:
         raise ValueError(f"expected_m must be at least 0, not {expected_m}")
     if device.type == "cpu" and not all(0 <= rows <= m for rows in masked_m.tolist()):
         raise ValueError(f"masked_m must be from 0 to the {m} rows of a group, not {masked_m.tolist()}")
+    return expected_m
 
 
 def check_layout(grouped_layout: Tensor, m: int, groups: int, device: torch.device, psum: bool) -> None:

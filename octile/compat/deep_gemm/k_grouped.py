@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from octile.compat.deep_gemm.grouped import align_rows, check_ends
-from octile.compat.deep_gemm.operands import ConvertedOperand, Pair, Recipe, check_cd, check_pairs, copy_c_to_d
+from octile.compat.deep_gemm.operands import (
+    ConvertedOperand,
+    Pair,
+    Recipe,
+    check_cd,
+    check_pairs,
+    checked_integers,
+    copy_c_to_d,
+)
 from octile.ops.grouped import grouped_wgrad_out
 from octile.ops.matmul import check_operand, check_sizes
 from octile.ops.operator import check_tensor
@@ -53,26 +61,26 @@ def k_grouped_fp8_gemm_tn_contiguous(
             on the CPU only.
     """
     check_pairs(a, b)
-    _check(a, b, c, d, ks_cpu, grouped_layout, recipe, use_psum_layout)
+    ks, gran_k = _check(a, b, c, d, ks_cpu, grouped_layout, recipe, use_psum_layout)
     for name, (data, _), channels in (("a", a, d.shape[1]), ("b", b, d.shape[2])):
         if data.dim() != 2 or data.shape[1] != channels:
             raise ValueError(f"{name} must be [K, {channels}], not {tuple(data.shape)}, for d {tuple(d.shape)}")
-        if not use_psum_layout and ks_cpu is not None and data.shape[0] != sum(ks_cpu):
-            raise ValueError(f"{name} must be [{sum(ks_cpu)}, {channels}], not {tuple(data.shape)}, for {ks_cpu=}")
+        if not use_psum_layout and data.shape[0] != sum(ks):
+            raise ValueError(f"{name} must be [{sum(ks)}, {channels}], not {tuple(data.shape)}, for ks_cpu={ks}")
     tokens = a[0].shape[0]
     if b[0].shape[0] != tokens:
         raise ValueError(f"a and b must have the same tokens: {tuple(a[0].shape)}, {tuple(b[0].shape)}")
-    check_values(grouped_layout, ks_cpu, tokens, use_psum_layout)
+    check_values(grouped_layout, ks, tokens, use_psum_layout)
     for name, pair, channels in (("a", a, d.shape[1]), ("b", b, d.shape[2])):
-        _check_scale(name, pair, channels, ks_cpu, grouped_layout, recipe[2], use_psum_layout)
-    _gemm_tn(a, b, d, ks_cpu, grouped_layout, c, recipe[2], use_psum_layout)
+        _check_scale(name, pair, channels, ks, grouped_layout, gran_k, use_psum_layout)
+    _gemm_tn(a, b, d, ks, grouped_layout, c, gran_k, use_psum_layout)
 
 
 def _gemm_tn(
     a: Pair,
     b: Pair,
     d: Tensor,
-    ks: Sequence[int] | None,
+    ks: list[int],
     layout: Tensor,
     c: Tensor | None,
     gran_k: int,
@@ -113,25 +121,25 @@ def k_grouped_fp8_gemm_nt_contiguous(
     if use_psum_layout or ks_cpu is None:
         raise ValueError("the nt form needs ks_cpu, which gives the layout of the data, and no psum layout")
     check_pairs(a, b)
-    _check(a, b, c, d, ks_cpu, grouped_layout, recipe, use_psum_layout)
+    ks, gran_k = _check(a, b, c, d, ks_cpu, grouped_layout, recipe, use_psum_layout)
     for name, pair, channels in (("a", a, d.shape[1]), ("b", b, d.shape[2])):
-        _check_flat(name, pair[0], channels, ks_cpu)
-    check_values(grouped_layout, ks_cpu, sum(ks_cpu), psum=False)
+        _check_flat(name, pair[0], channels, ks)
+    check_values(grouped_layout, ks, sum(ks), psum=False)
     for name, pair, channels in (("a", a, d.shape[1]), ("b", b, d.shape[2])):
-        _check_scale(name, pair, channels, ks_cpu, grouped_layout, recipe[2], psum=False, transposed=True)
-    left, right = _concatenate_groups(a, d.shape[1], ks_cpu), _concatenate_groups(b, d.shape[2], ks_cpu)
-    _gemm_tn(left, right, d, ks_cpu, grouped_layout, c, recipe[2], psum=False)
+        _check_scale(name, pair, channels, ks, grouped_layout, gran_k, psum=False, transposed=True)
+    left, right = _concatenate_groups(a, d.shape[1], ks), _concatenate_groups(b, d.shape[2], ks)
+    _gemm_tn(left, right, d, ks, grouped_layout, c, gran_k, psum=False)
 
 
-def _check_flat(name: str, data: Tensor, channels: int, ks: Sequence[int]) -> None:
+def _check_flat(name: str, data: Tensor, channels: int, ks: list[int]) -> None:
     """Check that data has the transposed groups one after another. Only a single group may be a matrix."""
     shape = tuple(data.shape)
     if shape != (channels * sum(ks),) and (len(ks) != 1 or shape != (channels, sum(ks))):
-        needed = f"[{channels} · {sum(ks)}], each group [{channels}, K_g] flattened, for ks_cpu={list(ks)}"
+        needed = f"[{channels} · {sum(ks)}], each group [{channels}, K_g] flattened, for ks_cpu={ks}"
         raise ValueError(f"{name} must be {needed}, not {shape}")
 
 
-def _concatenate_groups(pair: Pair, channels: int, ks: Sequence[int]) -> Pair:
+def _concatenate_groups(pair: Pair, channels: int, ks: list[int]) -> Pair:
     """Concatenate groups [channels, K_g] to data [K, channels], contiguous along K, and transpose the scales."""
     data, scale = pair
     starts = [0]
@@ -152,8 +160,8 @@ def _check(
     grouped_layout: Tensor,
     recipe: Recipe,
     psum: bool,
-) -> None:
-    """Check what does not depend on the form (tn or nt) of a and b."""
+) -> tuple[list[int], int]:
+    """Check what does not depend on the form (tn or nt) of a and b; return the sizes of `checked_ks`, and gran_k."""
     device = a[0].device
     for name, (data, _) in (("a", a), ("b", b)):
         if data.dtype != torch.float8_e4m3fn:
@@ -164,34 +172,37 @@ def _check(
     check_tensor("grouped_layout", grouped_layout)
     if d.dim() != 3:
         raise ValueError(f"d must be [G, m, n], not {tuple(d.shape)}")
-    if not isinstance(recipe, tuple | list) or tuple(recipe) not in ((1, 1, 32), (1, 1, 128)):
-        raise ValueError(f"recipe must be (1, 1, 128) or (1, 1, 32), not {recipe!r}")
+    form = "(1, 1, 128) or (1, 1, 32)"
+    extents = checked_integers("recipe", recipe, form)
+    if extents not in ((1, 1, 32), (1, 1, 128)):
+        raise ValueError(f"recipe must be {form}, not {recipe!r}")
     check_sizes("grouped_layout", grouped_layout, d.shape[0], device)
-    check_ks(ks_cpu, d.shape[0], psum)
-    if not psum and ks_cpu is not None and any(k % MIN_BLOCK for k in ks_cpu):
-        raise ValueError(f"ks_cpu must be multiples of {MIN_BLOCK}, not {list(ks_cpu)}")
+    ks = checked_ks(ks_cpu, d.shape[0], psum)
+    if not psum and any(k % MIN_BLOCK for k in ks):
+        raise ValueError(f"ks_cpu must be multiples of {MIN_BLOCK}, not {ks}")
     check_cd(c, d, tuple(d.shape), device, contiguous=True)
+    return ks, extents[2]
 
 
-def check_ks(ks_cpu: Sequence[int] | None, groups: int, psum: bool = False) -> None:
-    """Check that ks_cpu has one size per group; with psum it may be None or empty.
+def checked_ks(ks_cpu: Sequence[int] | None, groups: int, psum: bool = False) -> list[int]:
+    """Return ks_cpu, after a check that it has one size per group; with psum it may be None or empty, which gives [].
 
     Raises:
         TypeError, ValueError: it does not fit.
     """
-    if psum and (ks_cpu is None or (isinstance(ks_cpu, tuple | list) and not ks_cpu)):
-        return
     if ks_cpu is None:
+        if psum:
+            return []
         raise ValueError("ks_cpu must be given unless use_psum_layout is True")
-    if not isinstance(ks_cpu, tuple | list) or not all(isinstance(k, int) for k in ks_cpu):
-        raise TypeError(f"ks_cpu must be a list of integers, not {ks_cpu!r}")
-    if len(ks_cpu) != groups:
-        raise ValueError(f"ks_cpu must have {groups} sizes, one for each group, not {len(ks_cpu)}")
-    if any(k < 0 for k in ks_cpu):
-        raise ValueError(f"ks_cpu must be at least 0 each, not {list(ks_cpu)}")
+    ks = list(checked_integers("ks_cpu", ks_cpu, "a list of integers"))
+    if len(ks) != groups and not (psum and not ks):
+        raise ValueError(f"ks_cpu must have {groups} sizes, one for each group, not {len(ks)}")
+    if any(k < 0 for k in ks):
+        raise ValueError(f"ks_cpu must be at least 0 each, not {ks}")
+    return ks
 
 
-def check_values(grouped_layout: Tensor, ks_cpu: Sequence[int] | None, tokens: int, psum: bool) -> None:
+def check_values(grouped_layout: Tensor, ks_cpu: list[int], tokens: int, psum: bool) -> None:
     """Check that the sizes fit the tokens, and on the CPU that grouped_layout agrees with ks_cpu.
 
     Raises:
@@ -201,21 +212,21 @@ def check_values(grouped_layout: Tensor, ks_cpu: Sequence[int] | None, tokens: i
         check_ends(grouped_layout, tokens)
     if not ks_cpu:
         return
-    ks = [align_rows(k) for k in ks_cpu] if psum else list(ks_cpu)
+    ks = [align_rows(k) for k in ks_cpu] if psum else ks_cpu
     if psum and sum(ks[:-1]) + ks_cpu[-1] > tokens:
-        raise ValueError(f"ks_cpu must fit the {tokens} tokens of a and b, not {list(ks_cpu)}")
+        raise ValueError(f"ks_cpu must fit the {tokens} tokens of a and b, not {ks_cpu}")
     if grouped_layout.device.type != "cpu":
         return
     sizes = _sizes(grouped_layout, psum).tolist()
     if ks != ([align_rows(size) for size in sizes] if psum else sizes):
-        raise ValueError(f"grouped_layout must agree with ks_cpu={list(ks_cpu)}, not be {grouped_layout.tolist()}")
+        raise ValueError(f"grouped_layout must agree with ks_cpu={ks_cpu}, not be {grouped_layout.tolist()}")
 
 
 def _check_scale(
     name: str,
     pair: Pair,
     channels: int,
-    ks: Sequence[int] | None,
+    ks: list[int],
     layout: Tensor,
     gran_k: int,
     psum: bool,
@@ -243,7 +254,7 @@ def _check_scale(
 def check_blocks(
     name: str,
     blocks: int,
-    sizes: Sequence[int],
+    sizes: list[int],
     gran_k: int,
     argument: str,
     per_element: int = 1,
@@ -271,21 +282,19 @@ def check_blocks(
 
     if blocks == needed(gran_k) or (may_be_more and blocks > needed(gran_k)):
         return
-    message = f"{name} must have {needed(gran_k)} {side} for groups of {list(sizes)} at {gran_k} tokens a scale"
+    message = f"{name} must have {needed(gran_k)} {side} for groups of {sizes} at {gran_k} tokens a scale"
     fitting = [argument.format(tokens) for tokens in GRANULARITIES if needed(tokens) == blocks]
     raise ValueError(f"{message}, not {blocks}" + (f"; {blocks} fit {fitting[0]}" if fitting else ""))
 
 
-def _operand(
-    name: str, pair: Pair, ks: Sequence[int] | None, layout: Tensor, gran_k: int, psum: bool
-) -> ConvertedOperand:
+def _operand(name: str, pair: Pair, ks: list[int], layout: Tensor, gran_k: int, psum: bool) -> ConvertedOperand:
     """Convert a pair to an operand whose blocks of tokens are counted from the first token of all groups."""
     data, scale = pair
     tokens = data.shape[0]
     if scale.dtype == torch.int32:
         blocks = (_sizes(layout, psum) + gran_k - 1) // gran_k
         scale = unpack_grouped_ue8m0(scale, blocks, -(-tokens // gran_k) + len(layout))
-    if psum or (ks is not None and any(k % gran_k for k in ks)):
+    if psum or any(k % gran_k for k in ks):
         scale, gran_k = _repeat_scale(scale, layout, tokens, gran_k, psum), MIN_BLOCK
     else:
         scale = scale[: -(-tokens // gran_k)]

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from octile.compat.deep_gemm.dense import has_mx_tensor_cores
 from octile.compat.deep_gemm.grouped import check_ends, padding
-from octile.compat.deep_gemm.k_grouped import GRANULARITIES, check_blocks, check_ks, check_values
-from octile.compat.deep_gemm.operands import Block, Recipe, check_recipe
+from octile.compat.deep_gemm.k_grouped import GRANULARITIES, check_blocks, check_values, checked_ks
+from octile.compat.deep_gemm.operands import Block, Recipe, checked_integer, checked_recipe
 from octile.ops.matmul import check_sizes
 from octile.ops.operator import check_tensor
 from octile.ops.scale_layouts import (
@@ -84,28 +84,26 @@ def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
     if sf.dim() != 2:
         raise ValueError(f"sf must be [blocks of tokens, MN], not {tuple(sf.shape)}")
     _check_groups("grouped_layout", grouped_layout, sf)
-    check_ks(ks_cpu, len(grouped_layout), use_psum_layout)
+    ks = checked_ks(ks_cpu, len(grouped_layout), use_psum_layout)
+    gran_k, k_alignment = checked_integer("gran_k", gran_k), checked_integer("k_alignment", k_alignment)
     if gran_k not in GRANULARITIES:
-        raise ValueError(f"gran_k must be 128 or 32, not {gran_k!r}")
-    if not isinstance(k_alignment, int) or k_alignment < 1:
-        raise ValueError(f"k_alignment must be an integer of at least 1, not {k_alignment!r}")
+        raise ValueError(f"gran_k must be 128 or 32, not {gran_k}")
+    if k_alignment < 1:
+        raise ValueError(f"k_alignment must be at least 1, not {k_alignment}")
     sizes = grouped_layout
     if not use_psum_layout:
-        check_values(grouped_layout, ks_cpu, sum(ks_cpu or ()), psum=False)
+        check_values(grouped_layout, ks, sum(ks), psum=False)
     else:
         begins = (grouped_layout[:-1] + k_alignment - 1) // k_alignment * k_alignment
         sizes = grouped_layout - torch.cat([grouped_layout.new_zeros(1), begins])
         if sf.device.type == "cpu" and sizes.lt(0).any():
             what = f"ends of groups that begin at multiples of {k_alignment}"
             raise ValueError(f"grouped_layout must hold {what}, not {grouped_layout.tolist()}")
-    host_sizes = sizes.tolist() if sf.device.type == "cpu" else None if use_psum_layout else ks_cpu
+    host_sizes = sizes.tolist() if sf.device.type == "cpu" else None if use_psum_layout else ks
     if host_sizes is not None:
         check_blocks("sf", sf.shape[0], host_sizes, gran_k, "gran_k={}", may_be_more=use_psum_layout)
     blocks = (sizes + gran_k - 1) // gran_k
-    if ks_cpu:
-        rows = sum(-(-k // (gran_k * PER_INT)) for k in ks_cpu)
-    else:
-        rows = max_packed_rows(sf.shape[0], len(grouped_layout))
+    rows = sum(-(-k // (gran_k * PER_INT)) for k in ks) if ks else max_packed_rows(sf.shape[0], len(grouped_layout))
     return pack_grouped_ue8m0(sf.masked_fill(sf == 0, SMALLEST), blocks, rows)
 
 
@@ -141,16 +139,13 @@ def transform_sf_into_required_layout(
     if sf.dtype not in (torch.float32, torch.int32):
         raise TypeError(f"sf must be float32, or int32 (packed UE8M0), not {sf.dtype}")
     if isinstance(recipe, tuple | list) and len(recipe) == 3:
-        check_recipe("recipe", recipe, "(gran_m, gran_n, gran_k)")
+        gran_m, gran_n, gran_k = checked_recipe("recipe", recipe, "(gran_m, gran_n, gran_k)")
         if is_sfa is None:
             raise ValueError("is_sfa must be given with a recipe of three, to name the operand")
-        gran_mn, gran_k = recipe[0 if is_sfa else 1], recipe[2]
+        gran_mn = gran_m if is_sfa else gran_n
     else:
-        check_recipe("recipe", recipe, "(gran_mn, gran_k)")
-        gran_mn, gran_k = recipe
-    for name, side in (("mn", mn), ("k", k)):
-        if not isinstance(side, int):
-            raise TypeError(f"{name} must be an integer, not {side!r}")
+        gran_mn, gran_k = checked_recipe("recipe", recipe, "(gran_mn, gran_k)")
+    mn, k = checked_integer("mn", mn), checked_integer("k", k)
     per_element = PER_INT if sf.dtype == torch.int32 else 1
     shape = (*(() if num_groups is None else (num_groups,)), -(-mn // gran_mn), -(-k // (gran_k * per_element)))
     if tuple(sf.shape) != shape:

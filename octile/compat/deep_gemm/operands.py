@@ -7,6 +7,7 @@ recipe_a and recipe_b give them separately, as (rows, gran_k).  The default is 1
 import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
+from operator import index
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -76,27 +77,54 @@ def _blocks(b: Pair, recipe: Recipe | None, recipe_a: Block | None, recipe_b: Bl
     if recipe is not None and recipe_a is not None:
         raise ValueError("recipe must not be given together with recipe_a and recipe_b")
     if recipe_a is not None and recipe_b is not None:
-        check_recipe("recipe_a", recipe_a, "(rows, gran_k)")
-        check_recipe("recipe_b", recipe_b, "(rows, gran_k)")
-        return recipe_a, recipe_b
+        rows_a, columns_a = checked_recipe("recipe_a", recipe_a, "(rows, gran_k)")
+        rows_b, columns_b = checked_recipe("recipe_b", recipe_b, "(rows, gran_k)")
+        return (rows_a, columns_a), (rows_b, columns_b)
     if recipe is not None:
-        check_recipe("recipe", recipe, "(gran_m, gran_n, gran_k)")
-    gran_m, gran_n, gran_k = recipe or (1, 1 if b[1].dtype == torch.int32 else 128, 128)
+        gran_m, gran_n, gran_k = checked_recipe("recipe", recipe, "(gran_m, gran_n, gran_k)")
+    else:
+        gran_m, gran_n, gran_k = 1, 1 if b[1].dtype == torch.int32 else 128, 128
     return (gran_m, gran_k), (gran_n, gran_k)
 
 
-def check_recipe(name: str, recipe: Sequence[int], form: str) -> None:
-    """Check that a recipe has as many positive integers as its form.
+def checked_recipe(name: str, recipe: Sequence[int], form: str) -> tuple[int, ...]:
+    """Return a recipe, after a check that it has as many positive integers as its form.
 
     Raises:
         TypeError, ValueError: it does not.
     """
-    if not isinstance(recipe, tuple | list) or not all(isinstance(extent, int) for extent in recipe):
-        raise TypeError(f"{name} must be {form} in integers, not {recipe!r}")
-    if len(recipe) != form.count(",") + 1:
-        raise ValueError(f"{name} must be {form}, not {tuple(recipe)}")
-    if min(recipe) < 1:
-        raise ValueError(f"{name} must be of extents of at least 1, not {tuple(recipe)}")
+    extents = checked_integers(name, recipe, f"{form} in integers")
+    if len(extents) != form.count(",") + 1:
+        raise ValueError(f"{name} must be {form}, not {extents}")
+    if min(extents) < 1:
+        raise ValueError(f"{name} must be of extents of at least 1, not {extents}")
+    return extents
+
+
+def checked_integers(name: str, values: Sequence[int], form: str) -> tuple[int, ...]:
+    """Return an argument called `name` as integers of Python; NumPy's are taken, too.
+
+    Raises:
+        TypeError: it is not a sequence of integers. `form` says what it must be.
+    """
+    try:
+        return tuple(checked_integer(name, value) for value in values)
+    except TypeError:
+        raise TypeError(f"{name} must be {form}, not {values!r}") from None
+
+
+def checked_integer(name: str, value: int) -> int:
+    """Return an argument called `name` as an integer of Python; NumPy's are taken, too.
+
+    Raises:
+        TypeError: it is not an integer. Tensors are refused, since those on a GPU would be read back.
+    """
+    if not isinstance(value, bool | Tensor):
+        try:
+            return index(value)
+        except TypeError:
+            pass
+    raise TypeError(f"{name} must be an integer, not {value!r}")
 
 
 def _operand(name: str, pair: Pair, block: Block, ndim: int) -> ConvertedOperand:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from octile.compat.deep_gemm.operands import checked_integer
 from octile.kernels.cuda.gemm import num_sms
 
 _alignment = 128
@@ -23,7 +24,8 @@ def set_num_sms(new_num_sms: int) -> None:
         RuntimeError: there is no GPU.
     """
     available = _device().multi_processor_count
-    if isinstance(new_num_sms, int) and not 0 <= new_num_sms <= available:
+    new_num_sms = checked_integer("new_num_sms", new_num_sms)
+    if not 0 <= new_num_sms <= available:
         raise ValueError(f"new_num_sms must be from 0 to the {available} SMs of the GPU, not {new_num_sms}")
     num_sms.set_num_sms(None if new_num_sms == 0 else new_num_sms)
 
@@ -47,8 +49,7 @@ def set_mk_alignment_for_contiguous_layout(new_value: int) -> None:
         ValueError: new_value is less than 1.
     """
     global _alignment
-    if not isinstance(new_value, int):
-        raise TypeError(f"new_value must be an integer, not {new_value!r}")
+    new_value = checked_integer("new_value", new_value)
     if new_value < 1:
         raise ValueError(f"new_value must be at least 1, not {new_value}")
     _alignment = new_value
@@ -93,8 +94,7 @@ def set_tc_util(new_tc_util: int) -> None:
         ValueError: new_tc_util is not from 0 to 100.
     """
     global _tc_util
-    if type(new_tc_util) is not int:
-        raise TypeError(f"new_tc_util must be an integer, not {new_tc_util!r}")
+    new_tc_util = checked_integer("new_tc_util", new_tc_util)
     if not 0 <= new_tc_util <= 100:
         raise ValueError(f"new_tc_util must be from 0 to 100, not {new_tc_util}")
     _tc_util = new_tc_util or 100

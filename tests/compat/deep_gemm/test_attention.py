@@ -92,7 +92,7 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("cu_seq_len_k_end", None, TypeError, "cu_seq_len_k_end must be a tensor"),
     ("max_seqlen_k", -1, ValueError, "max_seqlen_k must be from 0 to 2,147,483,647, not -1"),
     ("max_seqlen_k", 10**12, ValueError, "max_seqlen_k must be from 0 to 2,147,483,647"),
-    ("max_seqlen_k", 4.0, TypeError, "max_seqlen_k must be an integer, not float"),
+    ("max_seqlen_k", 4.0, TypeError, "max_seqlen_k must be an integer, not 4.0"),
     ("max_seqlen_k", 5, ValueError, "clean_logits must be False where max_seqlen_k is 5"),
     ("logits_dtype", torch.float16, TypeError, "logits_dtype must be bfloat16 or float32"),
 ]
@@ -104,7 +104,7 @@ WRONG_PAGED: list[tuple[str, Any, type[Exception], str]] = [
     ("schedule_meta", None, TypeError, "schedule_meta must be a tensor"),
     ("schedule_meta", int32([[0, 0]]), ValueError, r"schedule_meta must be \[blocks \+ 1, 2\]"),
     ("max_context_len", -1, ValueError, "max_context_len must be from 0 to 2,147,483,647, not -1"),
-    ("max_context_len", 128.0, TypeError, "max_context_len must be an integer, not float"),
+    ("max_context_len", 128.0, TypeError, "max_context_len must be an integer, not 128.0"),
     (
         "max_context_len",
         64,
@@ -141,7 +141,7 @@ def test_wrong_arguments_with_pages_are_refused(name: str, value: Any, error: ty
         ((int32([[1]]), 32, 3), ValueError, "block_kv must be 64, not 32"),
         ((int32([[1]]), 64, 0), ValueError, "num_sms must be from 1 to 65,535, not 0"),
         ((int32([[1]]), 64, 10**10), ValueError, "num_sms must be from 1 to 65,535"),
-        ((int32([[1]]), 64, 4.0), TypeError, "num_sms must be an integer, not float"),
+        ((int32([[1]]), 64, 4.0), TypeError, "num_sms must be an integer, not 4.0"),
         ((int32([[5], [-1]]), 64, 4), ValueError, r"context_lens must be at least 0, not \[\[5\], \[-1\]\]"),
         ((int32([[1]]), 64, 3, int32([0])), ValueError, "indices must be None"),
     ],

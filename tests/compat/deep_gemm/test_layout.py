@@ -113,7 +113,9 @@ def test_malformed_scales_are_refused(sf):
         ({"ks_cpu": [256]}, ValueError, "ks_cpu must have 2 sizes, one for each group, not 1"),
         ({"gran_k": 0}, ValueError, "gran_k must be 128 or 32, not 0"),
         ({"gran_k": 64}, ValueError, "gran_k must be 128 or 32, not 64"),
-        ({"k_alignment": None}, ValueError, "k_alignment must be an integer of at least 1, not None"),
+        ({"gran_k": None}, TypeError, "gran_k must be an integer, not None"),
+        ({"k_alignment": 0}, ValueError, "k_alignment must be at least 1, not 0"),
+        ({"k_alignment": None}, TypeError, "k_alignment must be an integer, not None"),
         (
             {"sf": torch.ones(3, 8)},
             ValueError,

@@ -41,7 +41,7 @@ def d(*shape, dtype=torch.float32):
             lambda: deep_gemm.k_grouped_fp8_gemm_tn_contiguous(
                 pair(), pair(), d(1, 256, 256), [256], SIZES, recipe=None
             ),
-            ValueError,
+            TypeError,
             r"recipe must be \(1, 1, 128\) or \(1, 1, 32\), not None",
         ),
         (

@@ -1,8 +1,10 @@
 """Every GEMM refuses what does not fit by the name of the argument, and d is unchanged then."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -202,6 +204,31 @@ def test_the_arguments_fit_otherwise(function: str):
     before = arguments["d"].clone()
     getattr(deep_gemm, function)(**arguments)
     assert not torch.equal(arguments["d"], before)
+
+
+def numpy_integers(argument: Any) -> Any:
+    if isinstance(argument, int):
+        return np.int64(argument)
+    if isinstance(argument, tuple | list) and all(isinstance(number, int) for number in argument):
+        return type(argument)(np.int64(number) for number in argument)
+    return argument
+
+
+@pytest.mark.parametrize("function", FITTING)
+def test_integers_may_be_those_of_numpy(function: str):
+    arguments, expected = FITTING[function](), FITTING[function]()
+    getattr(deep_gemm, function)(**expected)
+    if "recipe" in inspect.signature(getattr(deep_gemm, function)).parameters:
+        arguments["recipe"] = (1, 1, 128) if function.startswith("k_grouped") else (1, 128, 128)
+    getattr(deep_gemm, function)(**{name: numpy_integers(argument) for name, argument in arguments.items()})
+    assert torch.equal(arguments["d"], expected["d"])
+
+
+def test_sizes_may_be_an_array_of_numpy():
+    arguments, expected = (FITTING["k_grouped_fp8_gemm_tn_contiguous"]() for _ in range(2))
+    deep_gemm.k_grouped_fp8_gemm_tn_contiguous(**expected)
+    deep_gemm.k_grouped_fp8_gemm_tn_contiguous(**change(arguments, ks_cpu=np.array))
+    assert torch.equal(arguments["d"], expected["d"])
 
 
 @pytest.mark.one_case
