@@ -12,7 +12,14 @@ from torch import Tensor
 
 from octile.compat.deep_gemm.grouped import check_layout, checked_masked, offsets, padding
 from octile.compat.deep_gemm.k_grouped import check_values, checked_ks
-from octile.compat.deep_gemm.operands import check_cd, check_d, copy_c_to_d, transpose_one, transposed_form
+from octile.compat.deep_gemm.operands import (
+    check_cd,
+    check_d,
+    copy_c_to_d,
+    transpose_one,
+    transposed_form,
+    with_given_shapes,
+)
 from octile.nn.fused.high_precision import nt
 from octile.ops.matmul import check_sizes, without_autocast
 from octile.ops.operator import check_tensor
@@ -116,9 +123,13 @@ def m_grouped_bf16_gemm_nn_contiguous(
     ensure_zero_padding: bool = True,
 ) -> None:
     """Compute `m_grouped_bf16_gemm_nt_contiguous` with b given as [G, K, N]."""
-    m_grouped_bf16_gemm_nt_contiguous(
-        a, transpose_one("b", b), d, grouped_layout, compiled_dims, use_psum_layout, ensure_zero_padding
-    )  # fmt: skip
+    right = transpose_one("b", b)
+    try:
+        m_grouped_bf16_gemm_nt_contiguous(
+            a, right, d, grouped_layout, compiled_dims, use_psum_layout, ensure_zero_padding
+        )  # fmt: skip
+    except ValueError as error:
+        raise with_given_shapes(error, "b") from None
 
 
 def m_grouped_bf16_gemm_nt_masked(

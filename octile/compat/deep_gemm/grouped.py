@@ -15,7 +15,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from octile.compat.deep_gemm.operands import Block, Pair, Recipe, check_d, checked_integer, operands, transpose_pairs
+from octile.compat.deep_gemm.operands import (
+    Block,
+    Pair,
+    Recipe,
+    check_d,
+    checked_integer,
+    operands,
+    transpose_pairs,
+    with_given_shapes,
+)
 from octile.compat.deep_gemm.settings import get_mk_alignment_for_contiguous_layout
 from octile.ops.grouped import grouped_matmul_nt_out, masked_grouped_matmul_nt_out
 from octile.ops.matmul import check_sizes
@@ -78,18 +87,23 @@ def m_grouped_fp8_gemm_nn_contiguous(
     ensure_zero_padding: bool = True,
 ) -> None:
     """Compute `m_grouped_fp8_gemm_nt_contiguous` with b, and its scales, given as [G, K, N]."""
-    m_grouped_fp8_gemm_nt_contiguous(
-        *transpose_pairs(a, b, "b"),
-        d,
-        grouped_layout,
-        recipe,
-        recipe_a,
-        recipe_b,
-        compiled_dims,
-        disable_ue8m0_cast,
-        use_psum_layout,
-        ensure_zero_padding,
-    )
+    left, right = transpose_pairs(a, b, "b")
+    try:
+        m_grouped_fp8_gemm_nt_contiguous(
+            left,
+            right,
+            d,
+            grouped_layout,
+            recipe,
+            recipe_a,
+            recipe_b,
+            compiled_dims,
+            disable_ue8m0_cast,
+            use_psum_layout,
+            ensure_zero_padding,
+        )
+    except ValueError as error:
+        raise with_given_shapes(error, "b") from None
 
 
 def m_grouped_fp8_gemm_nt_masked(

@@ -5,6 +5,7 @@ recipe_a and recipe_b give them separately, as (rows, gran_k).  The default is 1
 """
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from functools import wraps
 from operator import index
@@ -17,6 +18,7 @@ from octile.ops.matmul import OUT_DTYPES, check_operand, check_pair, has_overlap
 from octile.ops.operator import check_tensor
 from octile.ops.scale_layouts import PER_INT, unpack_ue8m0
 
+ROWS = {"a": "M", "b": "N"}  # of each operand
 Pair = tuple[Tensor, Tensor]
 Recipe = tuple[int, int, int]
 Block = tuple[int, int]
@@ -163,7 +165,11 @@ def transposed_form(gemm: Gemm, name: str, transposed: str, compiled_dims: str |
 
     @wraps(gemm)
     def form(a: Any, b: Any, *arguments: Any, **options: Any) -> None:
-        gemm(*transpose(a, b, transposed), *arguments, **options)
+        operands = transpose(a, b, transposed)
+        try:
+            gemm(*operands, *arguments, **options)
+        except ValueError as error:
+            raise with_given_shapes(error, transposed) from None
 
     if compiled_dims is not None:
         parameters = dict(signature.parameters)
@@ -173,6 +179,21 @@ def transposed_form(gemm: Gemm, name: str, transposed: str, compiled_dims: str |
     form.__doc__ = f"Compute `{gemm.__name__}` with {' and '.join(transposed)} given transposed."
     form.__signature__ = signature  # type: ignore[attr-defined]
     return cast(Gemm, form)
+
+
+def with_given_shapes(error: ValueError, transposed: str) -> ValueError:
+    """Add to an error that names the shape of a transposed operand how that operand was given.
+
+    Args:
+        error: raised for the nt form.
+        transposed: as in `transposed_form`.
+    """
+    if not re.search(rf"\b[{transposed}]\b.*\(\d", str(error)):
+        return error
+    given = " and ".join(
+        f"{name} as [{rows}, K], given as [K, {rows}]" for name, rows in ROWS.items() if name in transposed
+    )
+    return ValueError(f"{error} (shapes of {given})")
 
 
 def transpose_pairs(a: Pair, b: Pair, which: str) -> tuple[Pair, Pair]:

@@ -206,6 +206,29 @@ def test_the_arguments_fit_otherwise(function: str):
     assert not torch.equal(arguments["d"], before)
 
 
+@pytest.mark.parametrize(
+    ("function", "name", "given"),
+    [
+        ("fp8_gemm_nn", "b", r"b as \[N, K\], given as \[K, N\]"),
+        ("fp8_gemm_tt", "a", r"a as \[M, K\], given as \[K, M\]"),
+        ("fp8_gemm_tn", "a", r"a as \[M, K\], given as \[K, M\] and b as \[N, K\], given as \[K, N\]"),
+        ("bf16_gemm_nn", "b", r"b as \[N, K\], given as \[K, N\]"),
+        ("m_grouped_fp8_gemm_nn_contiguous", "b", r"b as \[N, K\], given as \[K, N\]"),
+        ("m_grouped_bf16_gemm_nn_contiguous", "b", r"b as \[N, K\], given as \[K, N\]"),
+    ],
+)
+def test_shapes_of_transposed_operands_are_said_to_be_so(function: str, name: str, given: str):
+    def shorter(operand: Any) -> Any:
+        if isinstance(operand, tuple):
+            return operand[0][..., :128, :], operand[1][..., :1, :]
+        return operand[..., :128, :]
+
+    with pytest.raises(ValueError, match=rf"{name} is \(.*128\).* \(shapes of {given}\)$"):
+        getattr(deep_gemm, function)(**change(FITTING[function](), **{name: shorter}))
+    with pytest.raises(ValueError, match=r"^d must be \(.*, not \(\d+, \d+\)$"):
+        getattr(deep_gemm, function)(**change(FITTING[function](), d=lambda d: d[1:]))
+
+
 def numpy_integers(argument: Any) -> Any:
     if isinstance(argument, int):
         return np.int64(argument)
