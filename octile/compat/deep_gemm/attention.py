@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from octile.compat.deep_gemm.operands import checked_integer
+from octile.compat.deep_gemm.operands import check_pair_form, checked_integer
 from octile.ops.mqa_logits import (
     PAGE,
     check_logits,
@@ -61,8 +61,7 @@ def fp8_fp4_mqa_logits(
     Raises:
         TypeError, ValueError: an argument is wrong, or clean_logits comes with max_seqlen_k.
     """
-    if not isinstance(kv, tuple | list) or len(kv) != 2:
-        raise TypeError(f"kv must be a pair (data, scale), not {type(kv).__name__}")
+    check_pair_form("kv", kv)
     data, (k, k_scale) = _fp8("q", q), kv
     tensors = k, k_scale, weights, cu_seq_len_k_start, cu_seq_len_k_end
     for name, t in zip(("kv's data", "kv's scale", "weights", *RANGES), tensors, strict=True):
@@ -179,8 +178,7 @@ def fp8_paged_mqa_logits(
 
 def _fp8(name: str, pair: tuple[Tensor, Tensor | None]) -> Tensor:
     """Return the data of a pair (data, None)."""
-    if not isinstance(pair, tuple | list) or len(pair) != 2:
-        raise TypeError(f"{name} must be a pair (data, scale), not {type(pair).__name__}")
+    check_pair_form(name, pair)
     check_tensor(name, pair[0])
     if pair[1] is not None:
         raise ValueError(f"{name}'s scale must be None: FP4 is not supported")

@@ -173,8 +173,20 @@ def check_layout(grouped_layout: Tensor, m: int, groups: int, device: torch.devi
         raise ValueError(f"grouped_layout must be on {device} as the operands are, not on {grouped_layout.device}")
     if psum:
         check_ends(grouped_layout, m)
-    elif device.type == "cpu" and grouped_layout.lt(-1).any():  # a GPU takes any value below 0 for padding
-        raise ValueError(f"grouped_layout must be at least −1, which is padding, not {int(grouped_layout.min())}")
+    elif device.type == "cpu":
+        _check_indices(grouped_layout.tolist(), groups)
+
+
+def _check_indices(indices: list[int], groups: int) -> None:
+    """Check that the groups of rows exist and ascend. A GPU takes any value below 0 for padding."""
+    last = 0
+    for row, group in enumerate(indices):
+        if not -1 <= group < groups:
+            what = f"−1 (padding) or one of the {groups} groups of b, from 0"
+            raise ValueError(f"grouped_layout must hold {what}, not {group} in row {row}")
+        if 0 <= group < last:
+            raise ValueError(f"grouped_layout must ascend, not have {group} in row {row} after {last}")
+        last = max(last, group)
 
 
 def check_ends(psum: Tensor, rows: int, name: str = "grouped_layout") -> None:

@@ -12,6 +12,7 @@ from octile.compat.deep_gemm.operands import Block, Recipe, checked_integer, che
 from octile.ops.matmul import check_sizes
 from octile.ops.operator import check_tensor
 from octile.ops.scale_layouts import (
+    ALIGNMENT,
     PER_INT,
     SMALLEST,
     max_packed_rows,
@@ -23,7 +24,14 @@ from octile.ops.scale_layouts import (
 
 
 def get_tma_aligned_size(x: int, element_size: int) -> int:
-    """Round a number of elements up to a multiple of 16 bytes."""
+    """Round a number of elements up to a multiple of 16 bytes.
+
+    Raises:
+        TypeError, ValueError: x or element_size is not an integer, or element_size does not divide 16.
+    """
+    x, element_size = checked_integer("x", x), checked_integer("element_size", element_size)
+    if element_size < 1 or ALIGNMENT % element_size:
+        raise ValueError(f"element_size must divide {ALIGNMENT} bytes, not be {element_size}")
     return tma_aligned(x, element_size)
 
 

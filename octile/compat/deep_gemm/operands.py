@@ -66,10 +66,21 @@ def check_pairs(a: Pair, b: Pair) -> None:
         TypeError: one is not.
     """
     for name, pair in (("a", a), ("b", b)):
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise TypeError(f"{name} must be a pair (data, scale), not {type(pair).__name__}")
+        check_pair_form(name, pair)
         check_tensor(f"{name}'s data", pair[0])
         check_tensor(f"{name}'s scale", pair[1])
+
+
+def check_pair_form(name: str, pair: object) -> None:
+    """Check that an argument called `name` is a tuple or list of two.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(pair, tuple | list):
+        raise TypeError(f"{name} must be a pair (data, scale), not {type(pair).__name__}")
+    if len(pair) != 2:
+        raise TypeError(f"{name} must be a pair (data, scale), not a {type(pair).__name__} of {len(pair)}")
 
 
 def _blocks(b: Pair, recipe: Recipe | None, recipe_a: Block | None, recipe_b: Block | None) -> tuple[Block, Block]:
@@ -165,9 +176,9 @@ def transposed_form(gemm: Gemm, name: str, transposed: str, compiled_dims: str |
 
     @wraps(gemm)
     def form(a: Any, b: Any, *arguments: Any, **options: Any) -> None:
-        operands = transpose(a, b, transposed)
+        left, right = transpose(a, b, transposed)
         try:
-            gemm(*operands, *arguments, **options)
+            gemm(left, right, *arguments, **options)
         except ValueError as error:
             raise with_given_shapes(error, transposed) from None
 

@@ -130,8 +130,12 @@ def test_b_may_be_given_transposed():
 @pytest.mark.parametrize(
     ("layout", "error", "message"),
     [
-        ([1, 0], ValueError, r"grouped_layout must ascend, from −1 \(padding\) to at most 1"),
-        ([0, 2], ValueError, r"grouped_layout must ascend, from −1 \(padding\) to at most 1"),
+        ([1, 0], ValueError, "grouped_layout must ascend, not have 0 in row 1 after 1"),
+        (
+            [0, 2],
+            ValueError,
+            r"grouped_layout must hold −1 \(padding\) or one of the 2 groups of b, from 0, not 2 in row 1",
+        ),
         ([0], ValueError, r"grouped_layout must be \[2\], one for each row, not \(1,\)"),
         ([0.0, 1.0], TypeError, "grouped_layout must be int32, not torch.float32"),
     ],

@@ -26,6 +26,14 @@ def test_aligned_scales_are_the_same_in_columns_of_16_bytes(mn, k, groups):
     assert moved.stride() == (*(column * k for _ in groups), 1, column)
 
 
+@pytest.mark.parametrize(
+    ("element_size", "error"), [(0, ValueError), (32, ValueError), (3, ValueError), (4.0, TypeError)]
+)
+def test_sizes_that_do_not_divide_16_bytes_are_refused(element_size, error):
+    with pytest.raises(error, match="element_size must"):
+        deep_gemm.get_tma_aligned_size(5, element_size)
+
+
 @given(**sizes)
 def test_packed_scales_hold_the_scales(mn, k, groups):
     sf = powers_of_2(*groups, mn, k)

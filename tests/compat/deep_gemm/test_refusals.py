@@ -24,6 +24,11 @@ def d(*shape, dtype=torch.float32):
     [
         (lambda: deep_gemm.fp8_gemm_nn(pair(), FLAT, d()), TypeError, r"b must be a pair \(data, scale\), not Tensor"),
         (
+            lambda: deep_gemm.fp8_gemm_nt((*pair(), 1), pair(), d()),
+            TypeError,
+            r"a must be a pair \(data, scale\), not a tuple of 3",
+        ),
+        (
             lambda: deep_gemm.fp8_gemm_tt((FLAT, torch.ones(2)), pair(), d()),
             ValueError,
             r"a's data must have 2 dimensions or more, not the shape \(256,\)",

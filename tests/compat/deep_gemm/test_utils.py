@@ -32,6 +32,21 @@ def test_the_scales_of_tokens_may_be_packed():
     assert torch.equal(unpack_ue8m0(packed, 6), expected[1])
 
 
+@pytest.mark.parametrize(("cast", "block"), CASTS.values(), ids=CASTS.keys())
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"gran_k": 0}, ValueError, "gran_k must be at least 1, not 0"),
+        ({"gran_k": None}, TypeError, "gran_k must be an integer, not None"),
+        ({"use_ue8m0": "yes"}, TypeError, "use_ue8m0 must be True or False, not 'yes'"),
+        ({"x": [1.0]}, TypeError, "x must be a torch.Tensor, not list"),
+    ],
+)
+def test_other_arguments_are_refused(cast, block, arguments, error, message):
+    with pytest.raises(error, match=message):
+        cast(**{"x": random(20, 30), "use_ue8m0": False} | arguments)
+
+
 def test_only_powers_of_two_are_packed():
     with pytest.raises(ValueError, match="use_packed_ue8m0 must come with use_ue8m0"):
         utils.per_token_cast_to_fp8(random(20, 700), False, use_packed_ue8m0=True)
