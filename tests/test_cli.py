@@ -841,6 +841,17 @@ def test_convert_there_and_back(capsys, hf_folder, tmp_path):
     assert (tmp_path / "bf16" / "tokenizer.json").exists()
 
 
+def test_convert_names_the_weights_that_it_does_not_copy(capsys, hf_folder, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(hf_folder, model)
+    for i in range(1, 5):
+        (model / f"pytorch_model-{i}.bin").write_bytes(bytes(500))
+        out = call(capsys, "convert", str(model), str(tmp_path / f"fp8-{i}"))[1]
+        if i == 2:
+            assert "not copied: pytorch_model-1.bin and pytorch_model-2.bin (1 kB)\n" in out
+    assert "not copied: pytorch_model-1.bin, pytorch_model-2.bin and 2 other weight files (2 kB)\n" in out
+
+
 def test_convert_predicts_the_size_of_a_bare_configuration(capsys, tmp_path):
     ModelConfig.v3_671b().write(tmp_path / "config.json")
     code, out, _ = call(capsys, "convert", str(tmp_path), "--to", "fp8")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from octile.checkpoint.convert import ConversionReport, convert_checkpoint
@@ -111,9 +111,17 @@ def _show_report(console: Console, report: ConversionReport) -> None:
     console.print_line(f"checked: every value lies within {report.max_error:.2%} of its block's range")
     if report.cast:
         console.print_line("the checkpoint was FP32: what is not FP8, and the dtype in config.json, became BF16")
+    if report.not_copied:
+        console.print_line(_not_copied(report.not_copied))
     if report.resumed_files:
         console.print_line(f"{report.resumed_files} of {report.files} files were finished before")
     _show_warnings(console, report.warnings)
+
+
+def _not_copied(sizes: Mapping[str, int]) -> str:
+    *first, last = sizes if len(sizes) <= 3 else (*list(sizes)[:2], f"{len(sizes) - 2} other weight files")
+    names = f"{', '.join(first)} and {last}" if first else last
+    return f"not copied: {names} ({format_bytes(sum(sizes.values()))})"
 
 
 def _show_warnings(console: Console, warnings: Sequence[str]) -> None:

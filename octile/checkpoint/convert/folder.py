@@ -5,7 +5,8 @@
     to="bf16"    X.weight E4M3 · X.weight_scale_inv → X.weight BF16; the scale is dropped
     to="float32" X.weight E4M3 · X.weight_scale_inv → X.weight FP32, exactly, for training; the scale is dropped
 
-Every other tensor is copied byte by byte, whatever its name. A file of the result holds the tensors of the
+Every other tensor is copied byte by byte, whatever its name. So is every other file but further weights, such as
+pytorch_model.bin, which the conversion does not read. A file of the result holds the tensors of the
 source's file of the same name. Tensors are converted in chunks of rows, so a checkpoint of any size takes some 100 MB
 of memory. Each finished file is read back, compared with its source and entered with its checksum in octile.json, from
 which an interrupted conversion resumes. config.json is written last: before that no engine recognizes the folder.
@@ -39,6 +40,7 @@ Progress = Callable[[int, int, str], None]
 CONFIG = "config.json"
 UNFINISHED = "unfinished"
 SYSTEM_FOLDERS = ("/proc", "/sys")
+WEIGHTS = re.compile(r"\.(safetensors|bin|pt|pth|gguf)(\.index\.json)?$")
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class ConversionReport:
             have: at most 16/448 = 3.6% for FP8, 2⁻⁸ = 0.4% for BF16, 0 for FP32.
         files, resumed_files: number of weight files of the result, and of those that an earlier attempt had finished.
         copied_files: the other files of the folder: tokenizer, generation configuration, code, …
+        not_copied: further weight files of the folder, which were not read, such as pytorch_model.bin → their bytes.
         warnings: why vLLM and SGLang refuse the result.
     """
 
@@ -73,6 +76,7 @@ class ConversionReport:
     files: int
     resumed_files: int
     copied_files: tuple[str, ...]
+    not_copied: Mapping[str, int]
     warnings: tuple[str, ...]
 
 
@@ -187,7 +191,7 @@ def _is_whole(path: Path, entry: Mapping[str, Any]) -> bool:
 def _check_space(dst: Path, plan: ConversionPlan, finished: Mapping[str, Any]) -> None:
     needed = sum(s.nbytes for file, specs in plan.files.items() if file not in finished for s in specs.values())
     src = plan.source.folder
-    needed += sum((src / path).stat().st_size for path in _other_files(plan) if not (dst / path).exists())
+    needed += sum((src / path).stat().st_size for path in _other_files(plan)[0] if not (dst / path).exists())
     free = shutil.disk_usage(dst).free
     if needed > free:
         reason = f"{os.strerror(errno.ENOSPC)}: {needed / 1e6:,.0f} MB are needed, {free / 1e6:,.0f} MB are free"
@@ -221,15 +225,20 @@ def _convert_file(
     return {**checksum(path), "max_error": max_error}
 
 
-def _other_files(plan: ConversionPlan) -> list[Path]:
-    """List the files of the source to be copied, relative to its folder: no weights, config.json or hidden files."""
+def _other_files(plan: ConversionPlan) -> tuple[list[Path], list[Path]]:
+    """List the files besides the conversion's own, relative to the source's folder: those to be copied, and weights.
+
+    Hidden files are in neither list.
+    """
     own, src = {CONFIG, INDEX, RECORD, *plan.files}, plan.source.folder
     found = [path.relative_to(src) for path in sorted(src.rglob("*")) if path.is_file()]
-    return [path for path in found if str(path) not in own and not any(part.startswith(".") for part in path.parts)]
+    others = [path for path in found if str(path) not in own and not any(part.startswith(".") for part in path.parts)]
+    weights = [path for path in others if WEIGHTS.search(path.name)]
+    return [path for path in others if path not in weights], weights
 
 
 def _copy_other_files(dst: Path, plan: ConversionPlan) -> tuple[str, ...]:
-    others = _other_files(plan)
+    others, _ = _other_files(plan)
     for path in others:
         (dst / path).parent.mkdir(parents=True, exist_ok=True)
         with open(plan.source.folder / path, "rb") as original, atomic_write(dst / path) as copy:
@@ -259,6 +268,7 @@ def _report(plan: ConversionPlan, max_error: float, resumed: int, copied: tuple[
         files=len(plan.files),
         resumed_files=resumed,
         copied_files=copied,
+        not_copied={str(path): (plan.source.folder / path).stat().st_size for path in _other_files(plan)[1]},
         warnings=plan.warnings,
     )
 

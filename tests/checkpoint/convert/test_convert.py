@@ -75,6 +75,18 @@ def test_other_files_are_copied_and_hidden_ones_are_not(src, dst):
     assert not (dst / ".cache").exists()
 
 
+def test_weights_that_are_not_read_are_not_copied(src, dst):
+    unread = ("model.bak.safetensors", "original/consolidated.00.pth", "pytorch_model.bin", "q4.gguf", "scheduler.pt")
+    (src / "original").mkdir()
+    for name in (*unread, "original/tokenizer.model", "pytorch_model.bin.index.json", "tiktoken.model"):
+        (src / name).write_bytes(bytes(100))
+    report = convert_checkpoint(src, dst, "fp8")
+    assert report.not_copied == dict.fromkeys(sorted((*unread, "pytorch_model.bin.index.json")), 100)
+    assert {"original/tokenizer.model", "tiktoken.model"} <= set(report.copied_files)
+    assert sorted(path.name for path in (dst / "original").iterdir()) == ["tokenizer.model"]
+    assert sorted(path.name for path in dst.glob("*.safetensors")) == [FIRST, SECOND]
+
+
 def test_the_report_counts_parameters_flops_and_bytes(src, dst):
     report = convert_checkpoint(src, dst, "fp8")
     before = weights(src)
@@ -332,7 +344,7 @@ def test_too_little_space_is_reported_before_the_work(src, dst, monkeypatch):
 
 
 def test_space_is_needed_for_the_other_files_too(src, dst, monkeypatch):
-    (src / "pytorch_model.bin").write_bytes(bytes(10**6))
+    (src / "tokenizer.model").write_bytes(bytes(10**6))
     weights = sum(spec.nbytes for spec in Shards(src).specs.values())  # more than FP8 needs
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, weights))
     with pytest.raises(OSError, match="No space left on device"):
