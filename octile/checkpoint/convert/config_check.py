@@ -2,6 +2,8 @@
 
 Of any model the keys are checked that a conversion reads, and of DeepSeek's and the other known architectures all keys.
 Heads and experts are also checked of the models whose attention projects queries, keys and values as Llama's does.
+Of all these, the weights of a layer are compared with those of the others.
+
 Keys may be missing, and need not fit together as octile's own model asks, where there are weights: these are converted
 whatever computes with them later.
 """
@@ -9,6 +11,7 @@ whatever computes with them later.
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
@@ -20,15 +23,23 @@ from octile.models import hf_config
 from octile.models.config import ModelConfig, RopeScaling
 from octile.validation import Range, check_given, quoted
 
+CONFIG = "config.json"
 LAYERS = "model.layers."  # of every known architecture
 LAYER = re.compile(rf"{re.escape(LAYERS)}(\d+)\.")
 DECODER = r"^(?:(?:model|transformer|language_model)\.)*layers\.\d+\."  # no encoder, no tower of images or sounds
+NUMBERED = re.compile(DECODER.replace(r"\d+", r"(\d+)"))
 ATTENTION = re.compile(DECODER + r"self_attn\.(\w+)\.weight$")
 EXPERT = re.compile(DECODER + r"\w+\.experts\.(\d+)\.")
 STACKED_EXPERTS = re.compile(
     DECODER + r"\w+\.(?:experts\.(?:gate_up_proj|down_proj)(?:_blocks)?|(?:input|output)_linear\.weight)$"
 )
+MLP = re.compile(
+    DECODER
+    + r"(?:mlp|block_sparse_moe)\.(?P<expert>experts\.\d+\.)?(?P<layer>gate_proj|up_proj|down_proj|w[123])\.weight$"
+)
 EMBEDDING = "model.embed_tokens.weight"  # of every known architecture: [vocabulary, hidden_size]
+NORM, HEAD = "model.norm.weight", "lm_head.weight"  # of every known architecture
+DRAFTING = ".eh_proj.weight"  # only a multi-token prediction layer has it
 Experts = Annotated[int, Range(at_least=0, at_most=2**24)]  # a model without experts may have 0
 Positive = Annotated[float, Range(above=0)]
 
@@ -135,7 +146,8 @@ def check_config(config: Mapping[str, Any], specs: Mapping[str, TensorSpec] | No
         specs: name → spec of the tensors that come with it.
 
     Raises:
-        ValueError: a key has another type, is out of range, or does not match the experts or weights that there are.
+        ValueError: a key has another type, is out of range, or does not match the experts or weights that there are. A
+            weight is missing, or has another shape than the same weight of other layers.
     """
     hf_config.check_extra(config)
     check_given(KeysOfAnyModel, config)
@@ -183,13 +195,87 @@ def _check_weights(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -
         given = config.get(key)
         if given is not None and EMBEDDING in specs and specs[EMBEDDING].shape[sizes] != (given,):
             shape = list(specs[EMBEDDING].shape)
-            raise ValueError(f"{key} must be the {what} of {EMBEDDING}, which is {shape}, not {given}")
+            raise ValueError(f"{CONFIG}: {key} must be the {what} of {EMBEDDING}, which is {shape}, not {given}")
     n_layers = config.get("num_hidden_layers")
     layers = {int(found[1]) for name in specs if (found := LAYER.match(name))}
-    missing = sorted(set(range(n_layers or 0)) - layers)  # further ones are DeepSeek's multi-token prediction
-    if layers and missing:
+    if n_layers is None or not layers:
+        return
+    if missing := sorted(set(range(n_layers)) - layers):
         which = f"{len(missing)} layers, the first of them " if missing[1:] else ""
-        raise ValueError(f"num_hidden_layers is {n_layers}, but there are no weights of {which}{LAYERS}{missing[0]}")
+        raise ValueError(
+            f"{CONFIG}: num_hidden_layers is {n_layers}, but there are no weights of {which}{LAYERS}{missing[0]}"
+        )
+    drafting = {int(found[1]) for name in specs if name.endswith(DRAFTING) and (found := LAYER.match(name))}
+    if more := sorted(layer for layer in layers - drafting if layer >= n_layers):
+        raise ValueError(f"{CONFIG}: num_hidden_layers is {n_layers}, but there are weights of {LAYERS}{more[0]}")
+    _check_intermediate_sizes(config, specs)
+    if not any(layer < n_layers for layer in drafting):  # a draft model alone has neither
+        _check_outside_of_layers(config, specs)
+
+
+def _check_intermediate_sizes(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> None:
+    for name, spec in specs.items():
+        if (found := MLP.match(name)) is None:
+            continue
+        is_expert = found["expert"] and config["model_type"] != "mixtral"  # whose experts alone have intermediate_size
+        key = "moe_intermediate_size" if is_expert else "intermediate_size"
+        what, sizes = ("columns", slice(1, 2)) if found["layer"] in ("down_proj", "w2") else ("rows", slice(1))
+        given = config.get(key)
+        if given is not None and spec.shape[sizes] != (given,):
+            raise ValueError(f"{CONFIG}: {key}: {name} must have {given} {what}, but is {list(spec.shape)}")
+
+
+def _check_outside_of_layers(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> None:
+    """Refuse a model without its embedding, its last norm or its output head."""
+    for name, other in ((EMBEDDING, NORM), (NORM, EMBEDDING)):
+        if name not in specs and other in specs:
+            raise ValueError(f"{name} is missing among the weights, which hold {other}")
+    generates = any(name.endswith("ForCausalLM") for name in config.get("architectures") or ())
+    if generates and config.get("tie_word_embeddings") is False and HEAD not in specs:
+        raise ValueError(f"{CONFIG}: tie_word_embeddings is false, but {HEAD} is missing among the weights")
+
+
+def _check_layers_alike(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> None:
+    """Refuse a weight that is missing in a layer, or has another shape there than in others.
+
+    Modules of one name are compared, so that dense layers and mixtures, or several kinds of attention, may alternate.
+    A module that a layer lacks as a whole, such as an indexer, is not missed.
+    """
+    modules: dict[str, dict[str, dict[str, TensorSpec]]] = defaultdict(lambda: defaultdict(dict))
+    for name, spec in specs.items():
+        layer, _, kind = name.rpartition(".")
+        found = NUMBERED.match(name)
+        if found is None or kind != "weight" or int(found[1]) >= (config.get("num_hidden_layers") or 0):
+            continue  # multi-token prediction layers have further weights
+        module, _, last = layer.rpartition(".")
+        modules[re.sub(r"\d+", "*", module)][module][last] = spec
+    for group in modules.values():
+        _check_same_weights(group)
+        _check_same_shapes(group)
+
+
+def _check_same_weights(modules: Mapping[str, Mapping[str, TensorSpec]]) -> None:
+    first_with: dict[frozenset[str], str] = {}
+    for module, weights in modules.items():
+        first_with.setdefault(frozenset(weights), module)
+    for names, module in first_with.items():
+        for more, other in first_with.items():
+            if names < more:
+                missing = f"{min(more - names)}.weight"
+                raise ValueError(f"{module}.{missing} is missing among the weights, which hold {other}.{missing}")
+
+
+def _check_same_shapes(modules: Mapping[str, Mapping[str, TensorSpec]]) -> None:
+    shapes: dict[str, Counter[tuple[int, ...]]] = defaultdict(Counter)
+    for weights in modules.values():
+        for last, spec in weights.items():
+            shapes[last][spec.shape] += 1
+    for last, counts in shapes.items():
+        (usual, _), *others = counts.most_common()
+        if others:
+            module_with = {weights[last].shape: module for module, weights in modules.items() if last in weights}
+            wrong, right = (f"{module_with[s]}.{last}.weight is {list(s)}" for s in (others[0][0], usual))
+            raise ValueError(f"{wrong}, but {right}: both must have one shape")
 
 
 def _check_heads_and_experts(config: Mapping[str, Any], prefix: str, specs: Mapping[str, TensorSpec]) -> None:
@@ -204,6 +290,7 @@ def _check_heads_and_experts(config: Mapping[str, Any], prefix: str, specs: Mapp
         return
     _check_experts(config, prefix, specs)
     _check_attention(rows, prefix, specs)
+    _check_layers_alike(config, specs)
 
 
 def _check_experts(config: Mapping[str, Any], prefix: str, specs: Mapping[str, TensorSpec]) -> None:
@@ -212,11 +299,14 @@ def _check_experts(config: Mapping[str, Any], prefix: str, specs: Mapping[str, T
         return
     experts = {int(found[1]) for name in specs if (found := EXPERT.match(name))}
     if experts and max(experts) + 1 != config[key]:
-        raise ValueError(f"{prefix}{key} is {config[key]}, but there are weights of {max(experts) + 1} experts")
+        raise ValueError(
+            f"{CONFIG}: {prefix}{key} is {config[key]}, but there are weights of {max(experts) + 1} experts"
+        )
     for name, spec in specs.items():
         if STACKED_EXPERTS.match(name) and len(spec.shape) > 2 and spec.shape[0] != config[key]:
             raise ValueError(
-                f"{prefix}{key} is {config[key]}, but {name}, which is {list(spec.shape)}, has {spec.shape[0]} experts"
+                f"{CONFIG}: {prefix}{key} is {config[key]}, but {name}, which is {list(spec.shape)}, has "
+                f"{spec.shape[0]} experts"
             )
 
 
@@ -228,7 +318,7 @@ def _check_attention(rows: Mapping[str, tuple[str, int]], prefix: str, specs: Ma
             keys, expected = rows[found[1]]
             if spec.shape[0] != expected:
                 named = ", ".join(prefix + key for key in keys.split(", "))
-                raise ValueError(f"{named}: {name} must have {expected} rows, but is {list(spec.shape)}")
+                raise ValueError(f"{CONFIG}: {named}: {name} must have {expected} rows, but is {list(spec.shape)}")
 
 
 def _rows_of_deepseek(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, int]]]:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from octile.checkpoint.convert.config_check import CONFIG
 from octile.checkpoint.convert.plan import ConversionPlan
 from octile.checkpoint.convert.share import Share, share_of
 from octile.checkpoint.convert.tensor import Target, convert_tensor, max_error_of
@@ -37,7 +38,6 @@ from octile.layer_roles import RULE
 from octile.validation import read_json
 
 Progress = Callable[[int, int, str], None]
-CONFIG = "config.json"
 UNFINISHED = "unfinished"
 SYSTEM_FOLDERS = ("/proc", "/sys")
 WEIGHTS = re.compile(r"\.(safetensors|bin|pt|pth|gguf)(\.index\.json)?$")
