@@ -106,11 +106,12 @@ def _show_report(console: Console, report: ConversionReport) -> None:
             table.add_row(name, str(count), what)
     console.print(table)
     before, after = format_bytes(report.bytes_before), format_bytes(report.bytes_after)
-    was = "" if report.to == "fp8" else "was "
-    console.print_line(f"{before} → {after}; {was}{_share(report.share)}")
+    tense = "" if report.to == "fp8" else "was "
+    console.print_line(f"{before} → {after}; {tense}{_share(report.share)}")
     console.print_line(f"checked: every value lies within {report.max_error:.2%} of its block's range")
     if report.cast:
-        console.print_line("the checkpoint was FP32: what is not FP8, and the dtype in config.json, became BF16")
+        was = "the checkpoint was FP32: what is not FP8" if report.to == "fp8" else "what was FP16"
+        console.print_line(f"{was}, and the dtype in config.json, became BF16")
     if report.not_copied:
         console.print_line(_not_copied(report.not_copied))
     if report.resumed_files:

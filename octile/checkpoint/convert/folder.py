@@ -2,7 +2,8 @@
 
     to="fp8"     X.weight BF16 → X.weight E4M3 + X.weight_scale_inv, where `octile.layer_roles` says so;
                  of a checkpoint that is FP32 as a whole the other tensors become BF16, and its `dtype` in config.json
-    to="bf16"    X.weight E4M3 · X.weight_scale_inv → X.weight BF16; the scale is dropped
+    to="bf16"    X.weight E4M3 · X.weight_scale_inv → X.weight BF16; the scale is dropped;
+                 FP16 tensors become BF16, too, and FP16 as the `dtype` in config.json
     to="float32" X.weight E4M3 · X.weight_scale_inv → X.weight FP32, exactly, for training; the scale is dropped
 
 Every other tensor is copied byte by byte, whatever its name. So is every other file but further weights, such as
@@ -51,7 +52,7 @@ class ConversionReport:
         to: "fp8", "bf16" or "float32".
         rule: which weights are FP8 and which are not, as a sentence.
         converted, cast, unchanged: tensor names, with `*` for numbers in them → how many there are: weights that were
-            quantized or dequantized, FP32 tensors that became BF16, copies.
+            quantized or dequantized, tensors in FP32 or FP16 that became BF16, copies.
         share: the share of the converted weights in the model's parameters and FLOPs.
         bytes_before, bytes_after: bytes of all tensors, including scales.
         converted_bytes: bytes of the converted weights in the result, including scales.

@@ -92,7 +92,7 @@ class ConversionPlan:
 
     @property
     def cast(self) -> list[str]:
-        """The names of the FP32 tensors that become BF16."""
+        """The names of the tensors in FP32 or FP16 that become BF16."""
         return [n for n, action in self.actions.items() if action is Action.CAST]
 
     @property
@@ -121,14 +121,16 @@ class ConversionPlan:
     def result_config(self) -> dict[str, Any]:
         """config.json of the result. It names no recipe of FP8 weights, unless all that the recipe quantizes are.
 
-        With FP8 weights it announces BF16 in place of FP32, which vLLM refuses for models in FP8.
+        With FP8 weights it announces BF16 in place of FP32, which vLLM refuses for models in FP8. With weights that
+        were dequantized to BF16 it announces BF16 in place of FP16, since what was FP16 becomes BF16, too.
         """
         config = with_recipe(self.config, None) if self.to != "fp8" or self.keep else self.config
         if self.to != "fp8":
             dtypes = DTYPES if self.to == "float32" else ()
+            config = _with_bfloat16(config, "float16") if self.to == "bf16" else config
             return without_quantization(config) | {name: "float32" for name in dtypes if name in config}
         high_precision = {name: self.source.specs[name] for name in (*self.unchanged, *self.cast)}
-        return with_quantization(_with_bfloat16(config), high_precision)
+        return with_quantization(_with_bfloat16(config, "float32"), high_precision)
 
 
 def choose_actions(
@@ -163,6 +165,9 @@ def choose_actions(
     if to == "fp8" and _is_in_float32(specs):
         copied = [name for name, action in actions.items() if action is Action.COPY and specs[name].dtype == "F32"]
         actions |= {name: Action.CAST for name in copied if not is_stored_in_float32(name)}
+    if to == "bf16":
+        copied = [name for name, action in actions.items() if action is Action.COPY and specs[name].dtype == "F16"]
+        actions |= dict.fromkeys(copied, Action.CAST)
     return actions
 
 
@@ -172,12 +177,12 @@ def _is_in_float32(specs: Mapping[str, TensorSpec]) -> bool:
     return "F32" in dtypes and dtypes.isdisjoint(("BF16", "F16"))
 
 
-def _with_bfloat16(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json with BF16 in place of FP32 as the dtype of the model and of each part of it."""
+def _with_bfloat16(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return a config.json with BF16 in place of another dtype, of the model and of each part of it."""
     return {
         key: "bfloat16"
-        if key in DTYPES and value == "float32"
-        else _with_bfloat16(value)
+        if key in DTYPES and value == dtype
+        else _with_bfloat16(value, dtype)
         if key.endswith("_config") and isinstance(value, dict)
         else value
         for key, value in config.items()

@@ -31,7 +31,7 @@ from octile.checkpoint.fp8_layout import (
     scale_name,
 )
 from octile.checkpoint.shards import Shards
-from octile.checkpoint.tensor_file import TensorFile, TensorFileWriter, TensorSpec
+from octile.checkpoint.tensor_file import TORCH_DTYPES, TensorFile, TensorFileWriter, TensorSpec
 from octile.formats import E4M3
 
 Target = Literal["fp8", "bf16", "float32"]
@@ -45,7 +45,7 @@ class Action(enum.Enum):
     QUANTIZE = "quantize"
     TO_BF16 = "dequantize to BF16"
     TO_FLOAT32 = "dequantize to FP32"
-    CAST = "cast FP32 to BF16"
+    CAST = "cast FP32 or FP16 to BF16"
     COPY = "copy"
     DROP = "drop"  # only the scale of a weight that is dequantized
 
@@ -107,7 +107,7 @@ def convert_tensor(name: str, action: Action, source: Shards, out: TensorFileWri
                 out.write(name, values.to(DEQUANTIZED[action]), row=start)
         case Action.CAST:
             for start, stop in _byte_chunks(spec):
-                out.write_bytes(name, start // 2, _cast_bytes(source, name, start, stop))
+                out.write_bytes(name, _byte_in_bf16(spec, start), _cast_bytes(source, name, start, stop))
         case Action.COPY:
             for start, stop in _byte_chunks(spec):
                 out.write_bytes(name, start, source.read_bytes(name, start, stop))
@@ -141,9 +141,8 @@ def max_error_of(name: str, action: Action, source: Shards, result: TensorFile) 
                 worst = max(worst, _compare(name, result, exact, values, relative, torch.tensor(absolute), scale))
         case Action.CAST:
             for start, stop in _byte_chunks(spec):
-                if not torch.equal(
-                    _cast_bytes(source, name, start, stop), result.read_bytes(name, start // 2, stop // 2)
-                ):
+                found = result.read_bytes(name, _byte_in_bf16(spec, start), _byte_in_bf16(spec, stop))
+                if not torch.equal(_cast_bytes(source, name, start, stop), found):
                     raise RuntimeError(f"{name} in {result.path} does not hold the numbers that were cast")
         case Action.COPY:
             for start, stop in _byte_chunks(spec):
@@ -178,8 +177,14 @@ def _scale_of_rows(source: Shards, name: str, start: int, stop: int) -> Tensor:
 
 
 def _cast_bytes(source: Shards, name: str, start: int, stop: int) -> Tensor:
-    """Read bytes of an FP32 tensor, and return those of the same numbers in BF16."""
-    return source.read_bytes(name, start, stop).view(torch.float32).to(torch.bfloat16).view(torch.uint8)
+    """Read bytes of a tensor in FP32 or FP16, and return those of the same numbers in BF16."""
+    numbers = source.read_bytes(name, start, stop).view(TORCH_DTYPES[source.specs[name].dtype])
+    return numbers.to(torch.bfloat16).view(torch.uint8)
+
+
+def _byte_in_bf16(spec: TensorSpec, byte: int) -> int:
+    """Return the byte at which a number begins in BF16 that begins at `byte` in a tensor with this spec."""
+    return byte // TORCH_DTYPES[spec.dtype].itemsize * torch.bfloat16.itemsize
 
 
 def _scale_rows(start: int, stop: int) -> tuple[int, int]:

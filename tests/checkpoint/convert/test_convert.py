@@ -254,6 +254,24 @@ def test_bf16_folders_announce_no_quantization_and_have_no_scales(src, dst, tmp_
     assert weights(tmp_path / "bf16").keys() == weights(src).keys()
 
 
+def test_the_rest_of_a_checkpoint_in_fp16_becomes_bf16_with_its_weights(
+    dst, tmp_path, hf_folder, moe_tensors, moe_config, same
+):
+    tensors = [{n: t.half() if t.dtype == torch.bfloat16 else t for n, t in file.items()} for file in moe_tensors]
+    config = {**moe_config, "torch_dtype": "float16", "text_config": {"dtype": "float16"}}
+    src = hf_folder(tmp_path / "float16", config, tensors)
+    convert_checkpoint(src, tmp_path / "fp8", "fp8")
+    report = convert_checkpoint(tmp_path / "fp8", dst, "bf16")
+    before, after = weights(src), weights(dst)
+    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16, torch.float32, torch.int64}
+    halves, fp8 = [name for name, tensor in before.items() if tensor.dtype == torch.float16], weights(tmp_path / "fp8")
+    cast = [name for name in halves if name + "_scale_inv" not in fp8]
+    assert all(same(after[name], before[name].bfloat16()) for name in cast)
+    assert sum(report.cast.values()) == len(cast)
+    config = json.loads((dst / "config.json").read_text())
+    assert (config["torch_dtype"], config["text_config"]["dtype"]) == ("bfloat16", "bfloat16")
+
+
 def test_a_scale_may_lie_in_another_file_than_its_weight(tmp_path, hf_folder):
     torch.manual_seed(0)
     q = quantize(torch.randn(200, 130), (128, 128))
