@@ -877,7 +877,10 @@ def test_convert_speaks_of_multi_token_prediction_only_where_there_is_some(capsy
         (("begun",), "SRC must be the configuration of a model, not of a run: the run has no model yet"),
         (("nowhere", "x"), "SRC must be a folder with config.json and safetensors files: nowhere does not exist"),
         (("m", "m", "--to", "bf16"), "DST must lie outside of m, which is converted, not at m"),
-        (("m", "--to", "float32", "--keep", "*"), "--keep must be left out of a conversion to float32: it names"),
+        (
+            ("m/config.json", "--to", "float32", "--keep", "*"),
+            "--keep must be left out of a conversion to float32: it names",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -43,6 +43,9 @@ QUANTIZATION_CONFIG = {
 # Names of tied output heads other than lm_head: transformers' speech models.
 TIED_HEADS = dict.fromkeys(("canary", "cohere_asr", "moonshine", "moonshine_streaming", "whisper"), "proj_out")
 GRANITE_EXPERTS = ("input_linear", "output_linear")  # stacked experts in checkpoints of GraniteMoE
+OTHER_METHODS = {  # what to do with weights that a quant_method has quantized
+    "mxfp4": "load it in transformers with Mxfp4Config(dequantize=True), and take what save_pretrained writes",
+}
 WORDS = {key: QUANTIZATION_CONFIG[key] for key in ("activation_scheme", "fmt")}  # that have one value in this layout
 
 
@@ -200,8 +203,10 @@ def is_fp8_config(config: Mapping[str, Any]) -> bool:
     scale_rule(config)  # raises where it is unknown
     method, block = announced.get("quant_method"), announced.get("weight_block_size")
     if method != "fp8" or block != list(BLOCK):
+        remedy = "" if method == "fp8" else f": {OTHER_METHODS.get(method or '', 'take the weights in BF16 or FP16')}"
         raise ValueError(
-            f"quantization_config must be 'fp8' with weight_block_size {list(BLOCK)}, not {method!r} with {block}"
+            f"quantization_config must be 'fp8' with weight_block_size {list(BLOCK)}, not {quoted(method)} with "
+            f"{quoted(block)}{remedy}"
         )
     for key, value in WORDS.items():
         if announced.get(key) not in (None, value):

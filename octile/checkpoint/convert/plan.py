@@ -24,6 +24,7 @@ from octile.checkpoint.recipe_entry import with_recipe
 from octile.checkpoint.shards import Shards
 from octile.checkpoint.tensor_file import TORCH_DTYPES, TensorSpec
 from octile.layer_roles import MODELS_WITH_OTHER_LAYERS, check_keep, why_high_precision
+from octile.models.hf_config import check_extra
 
 DTYPES = ("torch_dtype", "dtype")  # the older name and the newer of a model's dtype in its config.json
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3")  # of the matrices of a model
@@ -63,20 +64,9 @@ class ConversionPlan:
                 tensor, or is not positive. No weight would become FP8. keep has a pattern that matches none, or is
                 given for another target.
         """
-        is_compressed = is_compressed_in_blocks(config)
-        fp8 = is_compressed or is_fp8_config(config) or any(is_fp8(spec) for spec in source.specs.values())
-        if fp8 == (to == "fp8"):
-            holds = "FP8 weights already" if fp8 else "no FP8 weights"
-            raise ValueError(f"{source.folder} holds {holds}: there is nothing to convert to {to}")
-        for name, spec in source.specs.items():
-            if spec.dtype not in TORCH_DTYPES:
-                raise ValueError(f"{source.path_of(name)}: {name} is of type {spec.dtype}, which torch does not have")
-            if name.endswith(".weight") and len(spec.shape) == 2 and spec.dtype not in WEIGHT_DTYPES:
-                raise ValueError(
-                    f"{source.path_of(name)}: {name} is of type {spec.dtype}; weights must be of one of "
-                    f"{', '.join(WEIGHT_DTYPES)}"
-                )
-        check_scales(source, COMPRESSED_SUFFIX if is_compressed else SCALE_SUFFIX)
+        check_source(source, config, to)
+        if to == "fp8" and _holds_fp8(source, config):
+            raise ValueError(f"{source.folder} holds FP8 weights already: there is nothing to convert to fp8")
         check_scale_values(source)
         actions = choose_actions(source.specs, config, to, keep)
         files: dict[str, dict[str, TensorSpec]] = {file: {} for file in source.files}
@@ -131,6 +121,41 @@ class ConversionPlan:
             return without_quantization(config) | {name: "float32" for name in dtypes if name in config}
         high_precision = {name: self.source.specs[name] for name in (*self.unchanged, *self.cast)}
         return with_quantization(_with_bfloat16(config, "float32"), high_precision)
+
+
+def check_source(source: Shards, config: Mapping[str, Any], to: Target) -> None:
+    """Check what the headers of a checkpoint and its config.json say of the weights' format.
+
+    Raises:
+        ValueError: the checkpoint holds no FP8 weights and to is another format, or it is quantized in another way.
+            `quantization_config` has another type. A tensor has an unknown type. A scale is missing, or belongs to no
+            FP8 tensor.
+    """
+    if not _holds_fp8(source, config) and to != "fp8":
+        raise ValueError(f"{source.folder} holds no FP8 weights: there is nothing to convert to {to}")
+    for name, spec in source.specs.items():
+        if spec.dtype not in TORCH_DTYPES:
+            raise ValueError(f"{source.path_of(name)}: {name} is of type {spec.dtype}, which torch does not have")
+        if name.endswith(".weight") and len(spec.shape) == 2 and spec.dtype not in WEIGHT_DTYPES:
+            raise ValueError(
+                f"{source.path_of(name)}: {name} is of type {spec.dtype}; weights must be of one of "
+                f"{', '.join(WEIGHT_DTYPES)}"
+            )
+    check_scales(source, COMPRESSED_SUFFIX if is_compressed_in_blocks(config) else SCALE_SUFFIX)
+
+
+def _holds_fp8(source: Shards, config: Mapping[str, Any]) -> bool:
+    return announces_fp8(config) or any(is_fp8(spec) for spec in source.specs.values())
+
+
+def announces_fp8(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json announces FP8 weights in 128×128 blocks, also in the format of compressed-tensors.
+
+    Raises:
+        ValueError: it announces another quantization, or `quantization_config` or a key of it has another type.
+    """
+    check_extra(config)
+    return is_compressed_in_blocks(config) or is_fp8_config(config)
 
 
 def choose_actions(

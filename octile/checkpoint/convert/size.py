@@ -10,7 +10,7 @@ import torch
 from octile.checkpoint.convert.architectures import Architecture, ModelType
 from octile.checkpoint.convert.config_check import check_config
 from octile.checkpoint.convert.engines import engine_warnings
-from octile.checkpoint.convert.plan import choose_actions
+from octile.checkpoint.convert.plan import announces_fp8, check_source, choose_actions
 from octile.checkpoint.convert.share import Share, share_of
 from octile.checkpoint.convert.tensor import Action, Target, specs_after
 from octile.checkpoint.fp8_layout import is_fp8
@@ -60,8 +60,8 @@ def predict_size(config: str | Path | ModelConfig, to: Target = "fp8", keep: Seq
         FileNotFoundError: there is no such file.
         TypeError: keep is not a list of patterns.
         ValueError: to is none of the three. The configuration is of another model, wrong, or of more than MAX_EXPERTS
-            experts. A weight file is damaged. No weight would become FP8. keep has a pattern that matches none, or is
-            given for another target.
+            experts. A weight file is damaged. The folder has no FP8 weights to dequantize, or is quantized in another
+            way. No weight would become FP8. keep has a pattern that matches none, or is given for another target.
     """
     if to not in get_args(Target):
         raise ValueError(f"to must be 'fp8', 'bf16' or 'float32', not {to!r}")
@@ -69,7 +69,7 @@ def predict_size(config: str | Path | ModelConfig, to: Target = "fp8", keep: Seq
         return _from_config(config, to, keep)
     path = Path(config)
     if (path / SINGLE).exists() or (path / INDEX).exists():
-        return _from_headers(Shards(path).specs, read_json(path / CONFIG), to, keep)
+        return _from_headers(Shards(path), read_json(path / CONFIG), to, keep)
     file = path / CONFIG if path.is_dir() else path
     if not file.exists():
         raise FileNotFoundError(
@@ -77,6 +77,7 @@ def predict_size(config: str | Path | ModelConfig, to: Target = "fp8", keep: Seq
         )
     content = read_json(file)
     check_config(content)
+    announces_fp8(content)  # raises where it announces another quantization
     kind = content.get("model_type", "deepseek_v3")
     if kind in get_args(ModelType):
         architecture = Architecture.from_hf(content)
@@ -120,9 +121,9 @@ def _from_shapes(
     return _prediction(to, specs, stored, config)
 
 
-def _from_headers(
-    specs: Mapping[str, TensorSpec], config: Mapping[str, Any], to: Target, keep: Sequence[str]
-) -> SizePrediction:
+def _from_headers(source: Shards, config: Mapping[str, Any], to: Target, keep: Sequence[str]) -> SizePrediction:
+    check_source(source, config, to)
+    specs = source.specs
     actions = choose_actions(specs, config, to, keep)
     stored = {name: specs_after(name, spec, actions[name]) for name, spec in specs.items()}
     return _prediction(to, specs, stored, config)

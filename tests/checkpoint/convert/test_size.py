@@ -63,6 +63,42 @@ def test_weights_of_any_model_are_measured_by_their_headers(tmp_path, hf_folder,
     assert (prediction.nbytes, prediction.share) == (report.bytes_after, report.share)
 
 
+OTHER_FORMATS = [
+    ({"quantization_config": 5}, "fp8", "quantization_config must be an object or null, not 5"),
+    ({"quantization_config": "fp8"}, "fp8", "quantization_config must be an object or null, not 'fp8'"),
+    ({"quantization_config": {"quant_method": "mxfp4"}}, "fp8", r"not 'mxfp4' .* Mxfp4Config\(dequantize=True\)"),
+    (
+        {"quantization_config": {"quant_method": "gptq"}},
+        "fp8",
+        "not 'gptq' .*: take the weights in BF16 or FP16",
+    ),
+    ({}, "bf16", "holds no FP8 weights: there is nothing to convert to bf16"),
+]
+
+
+@pytest.mark.parametrize(("changes", "to", "message"), OTHER_FORMATS)
+@pytest.mark.parametrize("work", ["predict", "convert"])
+def test_no_size_is_predicted_of_what_is_not_converted(
+    tmp_path, hf_folder, moe_tensors, moe_config, changes, to, message, work
+):
+    folder = hf_folder(tmp_path / "src", moe_config | changes, moe_tensors)
+    with pytest.raises(ValueError, match=message):
+        predict_size(folder, to) if work == "predict" else convert_checkpoint(folder, tmp_path / "dst", to)
+
+
+def test_the_size_of_what_is_fp8_already_is_that_of_the_folder(tmp_path, hf_folder, moe_tensors, moe_config):
+    folder = hf_folder(tmp_path / "src", moe_config, moe_tensors)
+    report = convert_checkpoint(folder, tmp_path / "dst", "fp8")
+    assert predict_size(tmp_path / "dst", "fp8").nbytes == report.bytes_after
+
+
+def test_no_size_is_predicted_from_a_configuration_of_another_quantization(tmp_path):
+    config = ModelConfig.tiny().to_hf() | {"quantization_config": {"quant_method": "gptq"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"quantization_config must be 'fp8' .* not 'gptq'"):
+        predict_size(tmp_path)
+
+
 def test_a_missing_configuration_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"{tmp_path / 'config.json'} does not exist"):
         predict_size(tmp_path)
@@ -102,8 +138,8 @@ def test_a_configuration_of_another_architecture_has_the_size_of_its_weights(tmp
     AutoModelForCausalLM.from_config(MODELS[name], dtype=torch.bfloat16).save_pretrained(tmp_path / "whole")
     (tmp_path / "bare").mkdir()
     shutil.copy(tmp_path / "whole" / "config.json", tmp_path / "bare")
-    for to in ("fp8", "bf16"):
-        assert predict_size(tmp_path / "bare", to) == predict_size(tmp_path / "whole", to)
+    assert predict_size(tmp_path / "bare", "fp8") == predict_size(tmp_path / "whole", "fp8")
+    assert predict_size(tmp_path / "bare", "bf16").nbytes == Shards(tmp_path / "whole").nbytes
 
 
 HEADS_32 = {**TINY, "num_attention_heads": 32, "num_hidden_layers": 2}
