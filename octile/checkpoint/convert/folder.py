@@ -166,6 +166,11 @@ def _resume_or_begin(dst: Path, plan: ConversionPlan) -> dict[str, Any]:
     finished: dict[str, Any] = {}
     if dst.exists() and any(dst.iterdir()):
         started = read_json(dst / RECORD).get(UNFINISHED) if (dst / RECORD).exists() else None
+        if started is None and (dst / CONFIG).exists() and read_record(dst).keys() >= plan.files.keys():
+            raise FileExistsError(
+                f"dst must be empty or an interrupted conversion, but {dst} holds a finished one of weight files "
+                "of these names: use it, or name another folder"
+            )
         if started is None:
             raise FileExistsError(f"dst must be empty or an interrupted conversion, but {dst} holds other files")
         if started != job and [path.name for path in dst.iterdir()] != [RECORD]:

@@ -443,6 +443,12 @@ def test_a_destination_with_other_files_is_refused(src, dst):
         convert_checkpoint(src, dst, "fp8")
 
 
+def test_a_finished_conversion_is_called_so(src, dst):
+    convert_checkpoint(src, dst, "fp8")
+    with pytest.raises(FileExistsError, match=r"dst must be empty .*, but .* holds a finished one"):
+        convert_checkpoint(src, dst, "fp8")
+
+
 def test_a_source_without_a_configuration_is_refused(tmp_path):
     (tmp_path / "src").mkdir()
     with pytest.raises(FileNotFoundError, match=r"src has no config\.json"):
