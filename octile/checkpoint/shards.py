@@ -140,7 +140,7 @@ def _weight_files(folder: Path, weight_map: Mapping[str, str] | None) -> list[st
         if not folder.is_dir():
             raise FileNotFoundError(f"no checkpoint folder at {folder}")
         if not (folder / SINGLE).exists():
-            raise FileNotFoundError(f"{folder} holds neither {SINGLE} nor {INDEX}")
+            raise FileNotFoundError(f"{folder} holds neither {SINGLE} nor {INDEX}{_other_weights(folder)}")
         return [SINGLE]
     names = sorted(set(weight_map.values()))
     for name in names:
@@ -149,6 +149,18 @@ def _weight_files(folder: Path, weight_map: Mapping[str, str] | None) -> list[st
         if not (folder / name).exists():
             raise FileNotFoundError(f"{folder / name} is missing, but {INDEX} names it")
     return names
+
+
+def _other_weights(folder: Path) -> str:
+    """Return what a message adds on a folder's weights that are not read: what to do with them; or nothing."""
+    if shard := next(folder.glob("model-*-of-*.safetensors"), None):
+        return f": download {INDEX}, too, which says which tensors {shard.name} and the others hold"
+    if other := next(folder.glob("*.bin"), None):
+        return (
+            f", and {other.name} is not read: load the model in transformers, and write it as safetensors with "
+            "save_pretrained"
+        )
+    return ""
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:

@@ -43,6 +43,7 @@ TORCH_DTYPES = {
     "C64": torch.complex64,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+LFS_POINTER = b"version https://git-lfs"
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors package
 
 
@@ -266,7 +267,12 @@ def _damage(path: Path, error: SafetensorError) -> str:
     """What a file is that safetensors refuses: no such file, or damaged in its length, if known, or in its header."""
     size = path.stat().st_size
     with open(path, "rb") as file:
-        length, begin = int.from_bytes(file.read(8), "little"), file.read(1)
+        start = file.read(64)
+    if start.startswith(LFS_POINTER):
+        return "a Git LFS pointer in place of the file: run git lfs pull"
+    if start.lstrip().lower().startswith((b"<!doctype html", b"<html")):
+        return "an HTML page in place of the file: download it again"
+    length, begin = int.from_bytes(start[:8], "little"), start[8:9]
     if length > MAX_HEADER:
         return f"no safetensors file: it would have a header of more than {MAX_HEADER:,} bytes"
     if begin not in (b"{", b""):

@@ -36,6 +36,19 @@ def test_a_folder_without_weights_is_named(tmp_path):
         Shards(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("pytorch_model.bin", ", and pytorch_model.bin is not read: load the model in transformers"),
+        ("model-00001-of-00002.safetensors", f": download {INDEX}, too"),
+    ],
+)
+def test_weights_that_cannot_be_read_are_named_with_the_remedy(tmp_path, name, message):
+    (tmp_path / name).touch()
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path} holds neither {SINGLE} nor {INDEX}{message}"):
+        Shards(tmp_path)
+
+
 def test_a_file_without_tensors_is_refused(tmp_path, hf_folder):
     with pytest.raises(ValueError, match=f"{tmp_path} holds no tensors in {SINGLE}"):
         Shards(hf_folder(tmp_path, {}, [{}]))

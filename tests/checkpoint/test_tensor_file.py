@@ -174,3 +174,12 @@ def test_another_kind_of_file_is_not_said_to_be_damaged(tmp_path, content, reaso
     (tmp_path / "a").write_bytes(content)
     with pytest.raises(ValueError, match=rf"a is no safetensors file: .*{reason}"):
         TensorFile(tmp_path / "a")
+
+
+def test_what_stands_in_place_of_a_file_is_named(tmp_path):
+    (tmp_path / "pointer").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4976698672\n")
+    (tmp_path / "page").write_text("<!DOCTYPE html>\n<html></html>")
+    with pytest.raises(ValueError, match="pointer is a Git LFS pointer in place of the file: run git lfs pull"):
+        TensorFile(tmp_path / "pointer")
+    with pytest.raises(ValueError, match="page is an HTML page in place of the file: download it again"):
+        TensorFile(tmp_path / "page")
