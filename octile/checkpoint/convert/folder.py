@@ -22,7 +22,8 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -35,11 +36,13 @@ from octile.checkpoint.files import RECORD, atomic_write, checksum, read_record,
 from octile.checkpoint.shards import INDEX, Shards, write_index
 from octile.checkpoint.tensor_file import TensorFile, writing
 from octile.command_text import how_to_download
+from octile.extras import require
 from octile.layer_roles import RULE
 from octile.validation import read_json
 
 Progress = Callable[[int, int, str], None]
 UNFINISHED = "unfinished"
+LOCK = ".octile.lock"
 SYSTEM_FOLDERS = ("/proc", "/sys")
 WEIGHTS = re.compile(r"\.(safetensors|bin|pt|pth|gguf)(\.index\.json)?$")
 
@@ -101,7 +104,8 @@ def convert_checkpoint(
 
     Raises:
         FileNotFoundError: src, its config.json or a weight file is missing.
-        FileExistsError: dst holds other files.
+        FileExistsError: dst holds other files, or another conversion writes to it.
+        ImportError: filelock is not installed.
         TypeError: keep is not a list of patterns.
         ValueError: a file of src is damaged, a key of its config.json has another type or is out of range, or a weight
             holds NaN or Inf. src has the target format already, or is quantized in another way. dst is src or inside
@@ -113,7 +117,39 @@ def convert_checkpoint(
     src, dst = Path(src), Path(dst)
     _check_arguments(src, dst, to)
     plan = ConversionPlan.make(Shards(src), read_json(src / CONFIG), to, keep)
+    with _only_writer(dst):
+        return _convert(dst, plan, progress)
+
+
+@contextmanager
+def _only_writer(dst: Path) -> Iterator[None]:
+    """Context manager in which no other conversion writes to dst. It makes the folder, and removes a new one if empty.
+
+    Raises:
+        FileExistsError: another conversion writes to it.
+        ImportError: filelock is not installed.
+    """
+    require("filelock", extra="train")
+    from filelock import FileLock, Timeout
+
     is_new = not dst.exists()
+    dst.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(dst / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise FileExistsError(f"dst must be free, but another conversion writes to {dst}") from None
+    try:
+        yield
+    finally:
+        (dst / LOCK).unlink(missing_ok=True)
+        lock.release()
+        if is_new and not any(dst.iterdir()):
+            dst.rmdir()
+
+
+def _convert(dst: Path, plan: ConversionPlan, progress: Progress | None) -> ConversionReport:
+    """Convert a checkpoint into the folder dst, which exists."""
     record = _resume_or_begin(dst, plan)
     resumed = len(record["files"])
     _check_space(dst, plan, record["files"])
@@ -128,8 +164,6 @@ def convert_checkpoint(
             except ValueError:  # of a weight that no later call would convert either
                 if not record["files"] and not (dst / name).exists():
                     (dst / RECORD).unlink()
-                    if is_new:
-                        dst.rmdir()
                 raise
             write_json(dst / RECORD, record)
 
@@ -164,7 +198,8 @@ def _resume_or_begin(dst: Path, plan: ConversionPlan) -> dict[str, Any]:
     source = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in files.items()}
     job = {"to": plan.to, "keep": list(plan.keep), "source": source}
     finished: dict[str, Any] = {}
-    if dst.exists() and any(dst.iterdir()):
+    present = {path.name for path in dst.iterdir()} - {LOCK}
+    if present:
         started = read_json(dst / RECORD).get(UNFINISHED) if (dst / RECORD).exists() else None
         if started is None and (dst / CONFIG).exists() and read_record(dst).keys() >= plan.files.keys():
             raise FileExistsError(
@@ -173,14 +208,12 @@ def _resume_or_begin(dst: Path, plan: ConversionPlan) -> dict[str, Any]:
             )
         if started is None:
             raise FileExistsError(f"dst must be empty or an interrupted conversion, but {dst} holds other files")
-        if started != job and [path.name for path in dst.iterdir()] != [RECORD]:
+        if started != job and present != {RECORD}:
             raise ValueError(
                 f"dst {dst} holds the start of another conversion (of other weight files, or with another target "
                 "or other layers in high precision): remove it, or name another folder"
             )
         finished = {name: entry for name, entry in read_record(dst).items() if _is_whole(dst / name, entry)}
-    else:
-        dst.mkdir(parents=True, exist_ok=True)
     record = {UNFINISHED: job, "files": finished}
     write_json(dst / RECORD, record)
     return record

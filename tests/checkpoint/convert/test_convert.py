@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -441,6 +442,14 @@ def test_a_destination_with_other_files_is_refused(src, dst):
     (dst / "notes.txt").write_text("mine")
     with pytest.raises(FileExistsError, match="dst must be empty or an interrupted conversion"):
         convert_checkpoint(src, dst, "fp8")
+
+
+def test_one_conversion_at_a_time_writes_to_a_folder(src, dst):
+    dst.mkdir()
+    with FileLock(dst / convert_module.LOCK), pytest.raises(FileExistsError, match=f"conversion writes to {dst}"):
+        convert_checkpoint(src, dst, "fp8")
+    convert_checkpoint(src, dst, "fp8")
+    assert not (dst / convert_module.LOCK).exists()
 
 
 def test_a_finished_conversion_is_called_so(src, dst):
