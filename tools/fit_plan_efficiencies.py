@@ -25,7 +25,8 @@ import numpy as np
 
 from octile.plan.durations import seconds
 from octile.plan.hardware import read_cluster, read_efficiencies
-from tools.compare_plan_kernels import kind_of, profiles
+from tools.compare_plan_kernels import profiles
+from tools.kernel_kinds import kind_of
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 FORWARD, WEIGHT_GRADIENT = ("FP8", "FP8, grouped", "FP8, masked"), ("FP8 1D1D +=", "FP8, wgrad +=")

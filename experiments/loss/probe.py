@@ -1,7 +1,8 @@
 """Measure the speed of a training step of each size, and where its time goes: `python -m experiments.loss.probe OUT`.
 
-It measures each size in BF16 and with DeepSeek-V3's recipe on random tokens: tokens per second, peak memory and, for a
-few steps under torch's profiler, the share of the time in which the GPU is idle and the time of each kind of kernel.
+It measures each size in BF16 and with DeepSeek-V3's recipe on random tokens (`tools.random_run`; until November 2026
+evenly drawn ones, which load the experts otherwise): tokens per second, peak memory and, for a few steps under torch's
+profiler, the share of the time in which the GPU is idle and the time of each kind of kernel.
 OUT/probe.json and OUT/probe.txt are rewritten after each model. A model that fails is recorded, and the others are
 measured. With `--quick` it runs five steps of each without a profile, to see whether every recipe runs at all.
 """

@@ -63,7 +63,7 @@ def convert(
         recipe: `Recipe.deepseek_v3()` if not given.
         filter: called with the name and the module of each layer (and of experts, which are one module); if it
             returns False, the layer is not converted.
-        keep: patterns of further layers that are not converted, such as "*.down_proj" or "model.layers.0"; a pattern
+        keep: patterns of further layers that are not converted, such as "*.o_proj" or "model.layers.0"; a pattern
             matches a layer or a module that contains it. Experts are one module, in which no layer can be left out
             alone; `octile convert --keep` takes names in a folder, where each expert has layers of its own.
 
@@ -110,14 +110,15 @@ def apply_recipe(
             reason = _reason_to_skip(name, module, experts[module], tied, filter)
             without_keep += [] if reason else [name]
             reasons[module] = reason or (KEPT if is_kept(name, keep) else None)
-            if reasons[module] is None and isinstance(module, nn.Linear) and module.weight.dtype == torch.float64:
-                raise TypeError(
-                    f"model has the float64 weight {name}.weight: octile computes with float32, bfloat16 and float16"
-                )
             skipped[reasons[module] or ""] += 1 if experts[module] is None else experts[module].linear_layers
         else:
             reasons[module] = "no layer"
             skipped.update({STACKED: _stacked(module), CONV1D: _is_conv1d(module)})
+    for name, module in named:
+        if reasons[module] is None and any(weight.dtype == torch.float64 for weight in module.parameters()):
+            raise TypeError(
+                f"model has weights in float64, in {name}: octile computes with float32, bfloat16 and float16"
+            )
     _check_experts(keep, [name for name, module in named if experts[module] is not None and reasons[module] is None])
     check_keep(keep, without_keep)
     total, converted = skipped.total(), skipped.pop("", 0)
@@ -183,7 +184,7 @@ def _check_experts(keep: Sequence[str], experts: Iterable[str]) -> None:
         if is_kept(f"{name}.{layer}", [pattern]) or is_kept(f"{name}.0.{layer}", [pattern]):
             raise ValueError(
                 f"keep has {pattern!r}, which matches {layer} of the experts {name}: they are one module, so name it "
-                f"(*.{name.rpartition('.')[2]}), or only layers outside of it, such as *.mlp.{layer}"
+                f"({name}), or only layers outside of it, such as *.mlp.{layer}"
             )
 
 

@@ -50,7 +50,7 @@ def check_recipe(recipe: Any) -> None:
         what, see = type(recipe).__name__, "see Recipe.named"
         if isinstance(recipe, str):
             see = f"see Recipe.named({recipe!r})"
-        elif getattr(recipe, "__self__", None) is Recipe:
+        elif getattr(recipe, "__self__", None) is Recipe and recipe.__name__ in Recipe.names():
             see = f"call it, Recipe.{recipe.__name__}()"
         raise TypeError(f"recipe must be an octile.Recipe, not {what}: {see}")
 

@@ -11,7 +11,7 @@ disaggregated/       prefill and decoding in processes of their own
 generate.py          the continuation of one prompt: `octile generate`, and the sample of a training run
 generate_command.py  the options of `octile generate`
 newest_run.py        the run that a command serves where none is named
-send.py              copies to a GPU for which the host does not wait
+send.py              copies from host to device that do not block the host
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Copies to a GPU for which the host does not wait, though it still computes an earlier step."""
+"""Copies from host to device that do not block the host, also while a GPU computes an earlier step."""
 
 from __future__ import annotations
 

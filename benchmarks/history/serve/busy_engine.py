@@ -23,7 +23,7 @@ import torch
 from octile.bench.kernel_time import record_kernels
 from octile.bench.serve.peer.random_folder import V2_LITE, letter_tokenizer, write_random_folder
 from octile.bench.step.profile import split
-from octile.serve.engine import engine as engine_module
+from octile.serve.engine import sampler
 from octile.serve.engine.config import CacheConfig, EngineConfig
 from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import Sampling
@@ -84,8 +84,8 @@ for name in "_launch_pass", "_collect", "_collect_chosen", "_collect_logits", "_
     timed(Engine, name)
 for name in "run", "_layout", "_step", "_hidden", "_results", "_wait_for":
     timed(ModelRunner, name)
-timed(ChosenTokens, "wait_for_chosen")
-timed(engine_module, "choose")
+timed(ChosenTokens, "wait")
+timed(sampler, "choose")
 with tempfile.TemporaryDirectory() as folder:
     write_random_folder(Path(folder) / "model", model, "fp8", device, letter_tokenizer(VOCABULARY))
     config = EngineConfig(max_batch=256, max_step_tokens=2048)

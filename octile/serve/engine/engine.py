@@ -48,7 +48,7 @@ from octile.tokenizer import Tokenizer
 NOT_FINITE = "the model's logits are not finite"  # how the errors of such requests begin
 COMPILE_SECONDS = 0.01  # for which a step waits if all requests wait for their grammar
 SCORED_ROWS = 256  # of prompts, whose logits are in memory at once
-ENDED = Row(Sampling(temperature=0.0), 0, 0)  # of a request whose token is not wanted any more
+ENDED = Row(Sampling(temperature=0.0), 0, 0)  # of a request that has ended; its token is ignored
 NO_TOKEN_WORDS = {NOT_A_NUMBER: "NaN", POSITIVE_INFINITY: "+Inf", ALL_MASKED: "-Inf for all tokens"}
 
 
@@ -72,12 +72,13 @@ class _Pass(NamedTuple):
     """A forward pass of chunks that is launched: its tokens are chosen already, or later.
 
     They are chosen later if that depends on the tokens of the pass before, which the host does not know yet, or if the
-    pass scores a prompt. A decode step becomes a pass when another one is launched after it.
+    host waits for each pass: while a prompt is scored, with drafts, or without `runs_ahead`. A decode step becomes a
+    pass when another one is launched after it.
 
     Attributes:
-        scheduled: its requests, and how many tokens of each it computes,
-        n_logits: how many of these have logits, the last ones, and
-        results: what the runner computes, if tokens are chosen later.
+        scheduled: its requests, and how many tokens of each it computes; empty once tokens are chosen.
+        n_logits: for how many tokens of each, the last ones, there are logits.
+        results: what the runner computes; None once tokens are chosen.
         choosing: the requests that get a token, and its position, if it is chosen.
         chosen: the tokens that it has chosen; None: it has not.
     """
@@ -117,8 +118,8 @@ class Engine:
         weights_version: how often `update_weights` has updated the weights.
         compiles_in_background: whether other requests run while the grammar of a request is compiled. Engines that must
             schedule the same requests in each step compile at once.
-        runs_ahead: whether a pass with prompts is launched before the tokens of the step before are collected, and a
-            decode step before those of the pass before it.
+        runs_ahead: whether a forward pass of chunks is launched before the tokens of the step before are collected, and
+            a decode step before those of the pass before it.
 
     Raises:
         ValueError: config asks for drafts, and the model has no multi-token prediction layer.
@@ -384,11 +385,11 @@ class Engine:
         return goes_ahead and self._has_pass_ahead()
 
     def _has_pass_ahead(self) -> bool:
-        """Whether no decode step is next but a pass of chunks, and it scores no prompt of those that run."""
+        """Whether the next step must be a forward pass of chunks, and no running request needs its prompt scored."""
         running, waiting = self._scheduler.running.values(), self._scheduler.waiting
         if waiting and waiting[0].tokens[-1] < 0:  # it was preempted: no pass reads its tokens before they are known
             return False
-        if all(map(self._decodes_ahead, running)) and not self._scheduler.can_admit():
+        if all(map(self._joins_decode_step, running)) and not self._scheduler.can_admit():
             return False
         return not any(request.needs_prompt_logprobs for request in running)
 
@@ -457,7 +458,10 @@ class Engine:
         return launched if needs_text else self._choose(launched)
 
     def _choose(self, launched: _Pass) -> _Pass:
-        """Choose the tokens of a pass, whose logits a GPU may not have computed yet, if it scores no prompt."""
+        """Choose the tokens of a pass, whose logits a GPU may not have computed yet.
+
+        The pass is returned as it is if the host waits for each pass, or a choice raises an exception.
+        """
         scheduled, n_logits, results = launched.scheduled, launched.n_logits, launched.results
         assert results is not None  # until its tokens are chosen
         goes_ahead = self.runs_ahead and self._drafter is None
@@ -483,7 +487,7 @@ class Engine:
         return _Pass(choosing=choosing, chosen=chosen)
 
     def _rows(self, launched: _Pass) -> list[Row]:
-        """How the token after each of a pass's logits is chosen, of requests that have ended in any way."""
+        """How the token after each row of logits is chosen. Rows of ended requests are greedy, and ignored."""
         rows: list[Row] = []
         for (request, _), n in zip(launched.scheduled, launched.n_logits, strict=True):
             if request.finish_reason is not None:
@@ -506,7 +510,7 @@ class Engine:
     ) -> list[Output]:
         """Wait for the tokens of a pass, and return what they add to its requests.
 
-        These may have a number for the token after it, too.
+        These may already have a placeholder for the token after it.
         """
         found = chosen.wait() if isinstance(chosen, ChosenTokens) else map(_chosen, chosen.wait())
         outputs: list[Output] = []
@@ -612,7 +616,7 @@ class Engine:
         if not 0 < len(running) <= self._runner.max_ahead or self._runner.n_drafts != self.config.n_drafts:
             return False
         is_launched = before is not None
-        if not isinstance(before, _InFlight) and not all(map(self._decodes_ahead, running.values())):
+        if not isinstance(before, _InFlight) and not all(map(self._joins_decode_step, running.values())):
             return False
         missing = sum(scheduler.n_missing(request, self._reach(request, is_launched)) for request in running.values())
         return missing <= self._pages.n_free and not scheduler.can_admit()
@@ -671,7 +675,7 @@ class Engine:
         log_probs = any(request.sampling.logprobs is not None for request in requests)
         return _InFlight(requests, verified, n_drafts, self._runner.decode(rows, n_drafts, log_probs, chosen))
 
-    def _decodes_ahead(self, request: Request) -> bool:
+    def _joins_decode_step(self, request: Request) -> bool:
         """Whether a request decodes, and a decode step honors its sampling."""
         sampling = request.sampling
         has_results = sampling.logprobs is None or not self.config.n_drafts  # with drafts a step returns tokens alone

@@ -14,16 +14,16 @@ from typing import NamedTuple
 import numpy as np
 
 
-class _Numbers:
+class _GrowingArray:
     """An array of int64 that grows."""
 
-    def __init__(self, numbers: Sequence[int] | np.ndarray = ()):
+    def __init__(self, numbers: Sequence[int] = ()):
         self._array = np.array(numbers, dtype=np.int64)
         self._n = len(numbers)
 
     @property
     def values(self) -> np.ndarray:
-        """Those so far: a view."""
+        """The appended numbers, as a view."""
         return self._array[: self._n]
 
     def append(self, number: int) -> None:
@@ -43,8 +43,8 @@ class TokenCounts:
     def __init__(self, prompt: Sequence[int]):
         self._n_read = len(prompt)
         self._prompt = set(prompt)
-        self._seen = _Numbers([*self._prompt])
-        self._tokens, self._counts = _Numbers(), _Numbers()
+        self._seen = _GrowingArray([*self._prompt])
+        self._tokens, self._counts = _GrowingArray(), _GrowingArray()
         self._index: dict[int, int] = {}  # of each generated token in these
 
     @property

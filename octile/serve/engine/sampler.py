@@ -108,7 +108,7 @@ def _scores(logits_LV: Tensor, tokens_L: Tensor, n_top: int) -> tuple[Tensor, ..
 
 
 def _read_scores(scores: Sequence[Tensor], tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Make the results of `token_logprobs` of what `_scores` returns, with as many most likely tokens as are wanted."""
+    """Convert the tensors of `_scores` to the results of `token_logprobs`; counts: most likely tokens of each row."""
     return [
         TokenLogprobs(token, logprob, tuple(zip(best[:count], values[:count], strict=True)), rank)
         for token, count, logprob, rank, best, values in zip(tokens, counts, *(t.tolist() for t in scores), strict=True)
@@ -132,7 +132,7 @@ class ChosenTokens:
         tensors = [self.on_device]
         if self._counts:
             at = send(torch.tensor([*self._counts]), logits_LV.device)
-            tokens = self.on_device.index_select(0, at).clamp(min=0)  # any, of a row that has none
+            tokens = self.on_device.index_select(0, at).clamp(min=0)  # scores of rows without a token are dropped
             tensors += _scores(logits_LV.index_select(0, at), tokens, max(self._counts.values()))
         self._ready: torch.cuda.Event | None = None
         self._on_host = [torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for t in tensors]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from octile.checkpoint.files import GENERATION_CONFIG
 from octile.ops.latent_cache import PAGE
 from octile.parallel.ranks import explain, join, leave, world
 from octile.serve.disaggregated.router import Router
@@ -28,7 +29,6 @@ from octile.serve.process.signals import freeze_loaded, signals_ignored
 from octile.serve.process.updates import WeightsUpdates
 from octile.serve.ranks.engine import LockstepEngine, follow
 from octile.serve.runner.model_runner import ModelRunner
-from octile.serve.weights.generation_config import FILE
 from octile.serve.weights.load import Folder
 from octile.serve.weights.replaceable import ReplaceableWeights
 from octile.text import format_count
@@ -170,7 +170,7 @@ def _answer(
         print("its tokenizer has no chat template, like a base model's: chats use a plain one (User: … Assistant:)")
     if defaults:
         values = ", ".join(f"{field} {value:g}" for field, value in defaults.items())
-        print(f"requests that give none get its {FILE}'s {values} (not with --sampling-defaults openai)")
+        print(f"requests that give none get its {GENERATION_CONFIG}'s {values} (not with --sampling-defaults openai)")
     if not config.api_keys and not address.is_local:
         print(f"octile: anyone who reaches {url} can use the model: --api-key restricts it", file=sys.stderr)
     engine, hosts = loaded.engine, (host,) if address.is_local and not config.api_keys else None

@@ -19,7 +19,6 @@ from octile.models.config import tokens_of
 from octile.serve.engine.request import Sampling
 from octile.validation import Range, check_fields, from_json, quoted, read_json
 
-FILE = GENERATION_CONFIG
 TokenId = Annotated[int, Range(at_least=0)]
 NO_EFFECT = {  # on the text
     "transformers_version", "_from_model_config", "bos_token_id", "pad_token_id", "decoder_start_token_id", "use_cache",
@@ -88,7 +87,7 @@ def read_generation_config(folder: Path, vocab_size: int) -> tuple[GenerationCon
     Raises:
         ValueError: the file is damaged, or a field has another type or is outside its range; the message names both.
     """
-    file = folder / FILE
+    file = folder / GENERATION_CONFIG
     if not os.path.lexists(file):
         return GenerationConfig(), []
     if not file.is_file():  # a broken link, say: its values would be lost

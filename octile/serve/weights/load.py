@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from octile.checkpoint.files import GENERATION_CONFIG
 from octile.checkpoint.hugging_face import checkpoint_folder, open_folder, read_model_config
 from octile.models.config import ModelConfig
 from octile.ops.latent_cache import PAGE
@@ -31,7 +32,7 @@ from octile.serve.ranks.tensor_parallel import TensorParallel
 from octile.serve.runner.kv_cache import CacheFormat, check_index_format, needs_index
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights.exact import check_fp8, exact_options
-from octile.serve.weights.generation_config import FILE, GenerationConfig, read_generation_config
+from octile.serve.weights.generation_config import GenerationConfig, read_generation_config
 from octile.serve.weights.head_share import check_heads, is_of_heads
 from octile.serve.weights.replaceable import ReplaceableWeights
 from octile.serve.weights.routed_shared_experts import check_batch_invariant, check_shared, with_shared_load
@@ -90,7 +91,7 @@ class Folder:
     def warn_of_unused(self) -> None:
         """Warn of the fields of `generation_config.json` that would change a text and are not used."""
         if self.unused:
-            what = f"{FILE} of {self.path} has fields that are not used: {', '.join(self.unused)}"
+            what = f"{GENERATION_CONFIG} of {self.path} has fields that are not used: {', '.join(self.unused)}"
             warnings.warn(what, RuntimeWarning, stacklevel=2)
 
     def read_weights(self, device: torch.device, drafts: bool) -> ServedWeights:

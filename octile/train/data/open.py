@@ -9,6 +9,7 @@ from shutil import copyfile
 from octile.checkpoint.files import GENERATION_CONFIG
 from octile.checkpoint.hugging_face import checkpoint_folder
 from octile.parallel.ranks import Ranks
+from octile.tokenizer import CHAT_TEMPLATE
 from octile.train.config import TrainConfig
 from octile.train.data.batches import count_windows
 from octile.train.data.examples import is_examples
@@ -18,19 +19,21 @@ from octile.train.data.token_store import MANIFEST, TokenStore
 from octile.train.run.console import RunConsole
 from octile.train.step.progress import batch_ramp
 
+MODEL_FILES = CHAT_TEMPLATE, GENERATION_CONFIG  # that a model may have besides its tokenizer
 MAX_PASSES = 4  # that are nearly as good as new text (Muennighoff et al., arXiv 2305.16264)
 
 
 def prepare_tokens(config: TrainConfig, folder: Path, console: RunConsole) -> TokenStore:
     """Tokenize the configuration's data into a folder, or reuse the tokens there.
 
-    The folder gets the `generation_config.json` of the model that the run begins with, too.
+    The folder gets the `MODEL_FILES` of the model that the run begins with, too.
     """
     store = _prepare(config, folder, console)
-    (folder / GENERATION_CONFIG).unlink(missing_ok=True)  # of a run that has failed in this folder
-    if config.init_from is not None:
-        with suppress(FileNotFoundError):
-            copyfile(checkpoint_folder(config.init_from) / GENERATION_CONFIG, folder / GENERATION_CONFIG)
+    for name in MODEL_FILES:
+        (folder / name).unlink(missing_ok=True)  # of a run that has failed in this folder
+        if config.init_from is not None:
+            with suppress(FileNotFoundError):
+                copyfile(checkpoint_folder(config.init_from) / name, folder / name)
     return store
 
 

@@ -27,14 +27,14 @@ import numpy.typing as npt
 from octile.checkpoint.files import checksum
 from octile.report.machine import version_of
 from octile.text import escape_control_characters, format_count
-from octile.tokenizer import CHAT_TEMPLATE, Tokenizer, check_vocab_size
+from octile.tokenizer import Tokenizer, check_vocab_size
 from octile.train.data import token_cache
 from octile.train.data.corpus import Corpus, Document, content_digest, is_url, open_corpus
 from octile.train.data.corpus_index import CorpusIndex
 from octile.train.data.spans import HeldOutSpans
 from octile.train.data.token_store import FILES, LEFT_OUT, MANIFEST, Manifest, TokenStore, TokenWriter
 from octile.train.run.source_digest import source_digest
-from octile.validation import json_checksum, read_text
+from octile.validation import json_checksum
 
 PREPARED_BY = (  # the source on which the tokens of a text depend
     "added_tokens.py",
@@ -96,7 +96,7 @@ def prepare(
     token_cache.check_outside(source)
     _check_positive(sequence_length=sequence_length, held_out_windows=held_out_windows)
     check_vocab_size(vocab_size)
-    given = None if tokenizer is None else with_template(Tokenizer.load(tokenizer), Path(tokenizer))
+    given = None if tokenizer is None else Tokenizer.load(tokenizer)
     if given is not None and given.vocab_size > vocab_size:
         raise ValueError(f"tokenizer {str(tokenizer)!r} has {given.vocab_size} tokens, vocab_size is only {vocab_size}")
     if is_url(source):
@@ -113,14 +113,6 @@ def prepare(
     }
     build = partial(_build, source=source, settings=settings, given=given, progress=progress)
     return reuse_or_build(folder, str(source), settings, build, say)
-
-
-def with_template(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
-    """The tokenizer with the folder's chat template in its configuration, so that the model is saved with it."""
-    file = folder / CHAT_TEMPLATE
-    if not file.is_file():
-        return tokenizer
-    return Tokenizer(tokenizer.backend, {**tokenizer.config, "chat_template": read_text(file)})
 
 
 def _streamed(url: str, folder: Path, vocab_size: int, tokenizer: Tokenizer | None) -> TokenStore:

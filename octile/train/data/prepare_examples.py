@@ -21,15 +21,15 @@ import numpy.typing as npt
 
 from octile.checkpoint.files import checksum
 from octile.serve.http.chat import ChatTemplate
-from octile.tokenizer import Tokenizer
+from octile.tokenizer import CHAT_TEMPLATE, Tokenizer
 from octile.train.data.corpus import LeftOut
 from octile.train.data.corpus_index import BYTES_PER_TOKEN, CorpusIndex
 from octile.train.data.examples import Example, read_examples
 from octile.train.data.packed_tokens import FIRST, LOSS, best_fit
-from octile.train.data.prepare import Progress, reuse_or_build, versions, with_template
+from octile.train.data.prepare import Progress, reuse_or_build, versions
 from octile.train.data.token_store import LEFT_OUT, PARTS, Manifest, Packed, TokenStore, TokenWriter
 from octile.train.run.source_digest import source_digest
-from octile.validation import json_checksum
+from octile.validation import json_checksum, read_text
 
 PREPARED_BY = (  # the source on which the tokens of examples depend
     "added_tokens.py",
@@ -93,7 +93,7 @@ def prepare_examples(
     progress("reading", 0.0)
     loaded = Tokenizer.load(tokenizer)
     template = ChatTemplate.load(Path(tokenizer), loaded)
-    kept = with_template(loaded, Path(tokenizer))
+    kept = _with_template(loaded, Path(tokenizer))
     settings = {
         "text": checksum(source)["sha256"],
         "preparation": source_digest(PREPARED_BY),
@@ -210,3 +210,11 @@ def _write(
             max_texts = max(max_texts, len(sequence) + bool(left))
             padding += left
     return max_texts, padding
+
+
+def _with_template(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
+    """The tokenizer with the folder's chat template in its configuration, so that the model is saved with it."""
+    file = folder / CHAT_TEMPLATE
+    if not file.is_file():
+        return tokenizer
+    return Tokenizer(tokenizer.backend, {**tokenizer.config, "chat_template": read_text(file)})

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from octile.checkpoint.files import GENERATION_CONFIG, write_json, write_text
+from octile.checkpoint.files import write_json, write_text
 from octile.checkpoint.hugging_face import save
 from octile.command_text import quoted_path
 from octile.formats import E4M3
@@ -32,6 +32,7 @@ from octile.text import format_count
 from octile.tokenizer import Tokenizer
 from octile.train.config import TrainConfig
 from octile.train.data.corpus import PYTHON
+from octile.train.data.open import MODEL_FILES
 from octile.train.data.packed_tokens import FIRST, LOSS, PackedTokens
 from octile.train.data.token_store import TokenStore
 from octile.train.memory.check import is_out_of_memory
@@ -57,8 +58,7 @@ def finish(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore,
     is_fp8 = formats is not None and formats.w == stored and not _has_layers_in_bf16(trainer)
     as_trained: Literal["fp8", "bf16"] = "fp8" if is_fp8 else "bf16"
     files = [store.folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
-    if (store.folder / GENERATION_CONFIG).is_file():
-        files.append(store.folder / GENERATION_CONFIG)
+    files += [file for name in MODEL_FILES if (file := store.folder / name).is_file()]
     ranks = trainer.ranks
     ranks.at("the results")
     if trainer.ema:

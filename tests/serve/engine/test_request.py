@@ -52,18 +52,18 @@ def test_every_field_is_honored_by_one_part():
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_only_fields_of_operator_and_engine_and_of_prompts_run_ahead(name):
+def test_only_fields_of_operator_and_engine_and_of_prompts_join_decode_steps(name):
     sampling = Sampling(**{"temperature": 1.0, name: OTHERS[name]})
     assert sampling.joins_decode_steps == (name in OF_OPERATOR | OF_ENGINE | OF_PROMPT)
     assert sampling.changes_logits == (name in OF_TEXT)
 
 
-def test_log_probabilities_of_chosen_tokens_run_ahead_and_those_of_others_do_not():
+def test_log_probabilities_of_chosen_tokens_join_decode_steps_and_those_of_others_do_not():
     assert [Sampling(logprobs=n).joins_decode_steps for n in (None, 0, 1)] == [True, True, False]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_field_that_nobody_honors_does_not_run_ahead(temperature):
+def test_a_field_that_nobody_honors_joins_no_decode_step(temperature):
     unset, given = WithTypicalP(temperature=temperature), WithTypicalP(temperature=temperature, typical_p=0.9)
     assert unset.joins_decode_steps
     assert not given.joins_decode_steps

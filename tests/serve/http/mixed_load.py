@@ -53,7 +53,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # path, and fields
     "schema": (CHATS, {"response_format": schema_format()}),
     "tools": (CHATS, {"tools": [STRICT, STOP], "tool_choice": "required", "parallel_tool_calls": False}),
 }
-PLAIN = ("greedy", "seeded")  # kinds whose steps can be launched ahead
+PLAIN = ("greedy", "seeded")  # kinds that decode steps sample
 FOLLOWING = ("pattern", "one of several", "schema", "tools")  # kinds whose answers follow a grammar
 HOW = ({"temperature": 0}, {}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 20, "min_p": 0.01})
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from octile.checkpoint.files import GENERATION_CONFIG
 from octile.checkpoint.hugging_face import save
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.serve.engine.config import CacheConfig, EngineConfig
@@ -16,7 +17,6 @@ from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import FinishReason, Sampling
 from octile.serve.generate import generate_from
 from octile.serve.runner.model_runner import ModelRunner
-from octile.serve.weights.generation_config import FILE
 from octile.serve.weights.load import Folder
 from tests.serve.models import CONFIG
 
@@ -42,7 +42,7 @@ def folder(plain, tmp_path):
 
 
 def write(folder, **values) -> Folder:
-    (folder / FILE).write_text(json.dumps(values))
+    (folder / GENERATION_CONFIG).write_text(json.dumps(values))
     return Folder.open(folder)
 
 
@@ -78,7 +78,7 @@ def unended(plain):
 
 
 @pytest.mark.one_case
-@pytest.mark.parametrize("file", [FILE, "config.json"])
+@pytest.mark.parametrize("file", [GENERATION_CONFIG, "config.json"])
 @pytest.mark.parametrize("form", [lambda token: token, lambda token: [1, 318, token]], ids=["one", "several"])
 def test_the_tokens_that_end_a_text_are_those_of_transformers(folder, tokenizer, unended, file, form):
     end = next(token for i, token in enumerate(unended) if i >= 5 and token not in unended[:i])
@@ -154,7 +154,7 @@ def test_fields_that_change_texts_and_are_not_used_are_named(folder):
     ],
 )
 def test_a_damaged_field_is_named(folder, values, message):
-    with pytest.raises(ValueError, match=re.escape(f"{folder / FILE}: {message}")):
+    with pytest.raises(ValueError, match=re.escape(f"{folder / GENERATION_CONFIG}: {message}")):
         write(folder, **values)
 
 
@@ -165,12 +165,12 @@ def test_names_of_fields_are_no_commands_of_a_terminal(folder):
 
 
 def test_a_broken_link_is_refused(folder):
-    (folder / FILE).symlink_to(folder / "nowhere")
-    with pytest.raises(ValueError, match=f"{FILE} is no file that can be read"):
+    (folder / GENERATION_CONFIG).symlink_to(folder / "nowhere")
+    with pytest.raises(ValueError, match=f"{GENERATION_CONFIG} is no file that can be read"):
         Folder.open(folder)
 
 
 def test_a_file_that_is_no_json_is_named(folder):
-    (folder / FILE).write_text('{"top_p": ')
-    with pytest.raises(ValueError, match=f"{FILE} is damaged: not JSON at byte"):
+    (folder / GENERATION_CONFIG).write_text('{"top_p": ')
+    with pytest.raises(ValueError, match=f"{GENERATION_CONFIG} is damaged: not JSON at byte"):
         Folder.open(folder)
