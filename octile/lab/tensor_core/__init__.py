@@ -22,6 +22,7 @@ Sources: `octile.lab.tensor_core.architectures`; promotion: DeepSeek-V3 (arXiv 2
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -32,6 +33,8 @@ from octile.lab.tensor_core.architectures import NAN, Instruction, find_instruct
 from octile.lab.tensor_core.operand import DecodedOperand, decode
 from octile.lab.tensor_core.vectorized import Summation
 from octile.ops.accumulator import summed_by
+from octile.ops.matmul import check_pair
+from octile.ops.quantize import check_scale
 
 SCALE_COLUMNS = 32  # elements along K that share a UE8M0 scale
 
@@ -64,7 +67,7 @@ def tensor_core_matmul(
     Raises:
         ValueError: shapes or devices do not match; arch is unknown; promote_every is not a multiple of a step, or is
             given for an FP16 accumulator or for an instruction that promotes itself.
-        TypeError: the architecture has no such instruction.
+        TypeError: the architecture has no such instruction; an operand is not a tensor, or promote_every not an int.
     """
     _check(a, b, c, out_dtype, a_scale, b_scale)
     instruction = find_instruction(arch, a.dtype, b.dtype, scaled=a_scale is not None)
@@ -74,7 +77,7 @@ def tensor_core_matmul(
     if fp16_accumulator and promote_every is not None:
         raise ValueError(f"promote_every must be None for an FP16 accumulator, not {promote_every}")
     interval = _interval(instruction, promote_every, a.shape[1])
-    start = torch.zeros(len(a), len(b), device=a.device) if c is None else c.float()
+    start = torch.zeros(len(a), len(b), device=a.device) if c is None else c.float() + 0.0  # -0 + 0 is +0
     summation = Summation(
         instruction,
         interval,
@@ -112,7 +115,7 @@ def tensor_core_scaled_matmul(
     work this way.
 
     Args:
-        a, b: float8_e4m3fn or float8_e5m2, any strides.
+        a, b: float8_e4m3fn, float8_e5m2 or another dtype that the instruction takes, any strides.
         a_scale, b_scale, a_block, b_block: as in `octile.ops.matmul.matmul_nt`.
         arch, promote_every: as in `tensor_core_matmul`; arch may also be an Instruction that no architecture has.
 
@@ -120,9 +123,20 @@ def tensor_core_scaled_matmul(
         float32 [M, N].
 
     Raises:
-        ValueError, TypeError: as in `tensor_core_matmul`; or a block ends within a step along K.
+        ValueError, TypeError: as in `tensor_core_matmul`; a scale does not fit its operand and block; or a block ends
+            within a step along K.
     """
+    _check_tensors(a=a, a_scale=a_scale, b=b, b_scale=b_scale)
     instruction = find_instruction(arch, a.dtype, b.dtype) if isinstance(arch, str) else arch
+    for name, data, scale, block in (("a", a, a_scale, a_block), ("b", b, b_scale, b_block)):
+        if data.dtype not in [f.dtype for f in instruction.formats]:
+            raise TypeError(f"{name} must be an operand of {instruction.name}, not {data.dtype}")
+        if data.dim() != 2 or len(block) != 2:
+            raise ValueError(
+                f"{name} and its block must have 2 dimensions, not the shapes {tuple(data.shape)} and {tuple(block)}"
+            )
+        check_scale(name, data, scale, *block)
+    check_pair(a, b, torch.float32)
     k = a.shape[1]
     promote = (instruction.promotes_every or promote_every) is not None
     extents = [columns for _, columns in (a_block, b_block) if columns < k]
@@ -168,9 +182,11 @@ def tensor_core(arch: str = "sm_90", promote_every: int | None = None) -> Iterat
 
 def sum_products(a: DecodedOperand, b: DecodedOperand, start: Tensor, summation: Summation) -> Tensor:
     """Compute start[M, N] + a[M, K] · b[N, K]ᵀ in float32 with the fastest implementation on this machine."""
+    if k := a.value.shape[1]:
+        summation = replace(summation, interval=min(summation.interval, k))  # a larger one may not fit in 64 bits
     if not start.is_cuda:
         return native.sum_products(a, b, start, summation)
-    if summation.fp16_accumulator or not start.numel() or not a.value.shape[1]:
+    if summation.fp16_accumulator or not start.numel() or not k:
         return vectorized.sum_products(a, b, start, summation)
     from octile.kernels.triton import tensor_core as kernel  # a machine without a GPU has no Triton
 
@@ -195,10 +211,13 @@ def _interval(instruction: Instruction, promote_every: int | None, k: int) -> in
     """Return the number of products between two promotions; without promotion, all of K in whole steps.
 
     Raises:
+        TypeError: promote_every is not an int.
         ValueError: promote_every does not fit the instruction.
     """
     if promote_every is None:
         return instruction.promotes_every or max(-(-k // instruction.terms), 1) * instruction.terms
+    if not isinstance(promote_every, int) or isinstance(promote_every, bool):
+        raise TypeError(f"promote_every must be an int or None, not {promote_every!r}")
     if instruction.promotes_every:
         raise ValueError(
             f"promote_every must be None for {instruction.name}, which adds every {instruction.promotes_every} products"
@@ -217,9 +236,17 @@ def _scale_per_interval(scale: Tensor, block: Sequence[int], m: int, k: int, int
     return scale.repeat_interleave(block[0], dim=0)[:m].index_select(1, starts // block[1])
 
 
+def _check_tensors(**arguments: Tensor) -> None:
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
+
+
 def _check(
     a: Tensor, b: Tensor, c: Tensor | None, out_dtype: torch.dtype, a_scale: Tensor | None, b_scale: Tensor | None
 ) -> None:
+    given = {"c": c, "a_scale": a_scale, "b_scale": b_scale}
+    _check_tensors(a=a, b=b, **{name: value for name, value in given.items() if value is not None})
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"a and b must be [M, K] and [N, K], not {tuple(a.shape)} and {tuple(b.shape)}")
     if out_dtype not in (torch.float32, torch.float16):

@@ -364,7 +364,12 @@ def test_shorter_blocks_promote_earlier():
         ({"b": torch.zeros(2, 31).to(E4)}, ValueError, r"\[M, K\]"),
         ({"arch": "sm_75"}, ValueError, "sm_75"),
         ({"arch": "sm_80"}, TypeError, "sm_80 has no"),
+        ({"a": [[0.0] * 32]}, TypeError, "a must be a tensor, not list"),
+        ({"c": [[0.0] * 2] * 2}, TypeError, "c must be a tensor, not list"),
         ({"promote_every": 48}, ValueError, "multiple of the 32"),
+        ({"promote_every": 0}, ValueError, "multiple of the 32"),
+        ({"promote_every": 32.0}, TypeError, "must be an int or None, not 32.0"),
+        ({"promote_every": "128"}, TypeError, "must be an int or None, not '128'"),
         ({"promote_every": 32, "arch": "sm_90_mma"}, ValueError, "must be None"),
         ({"promote_every": 32, "out_dtype": torch.float16}, ValueError, "FP16 accumulator"),
         ({"out_dtype": torch.bfloat16}, TypeError, "bfloat16"),
@@ -380,6 +385,51 @@ def test_arguments_that_do_not_fit_are_refused(change, error, words):
     arguments = {"a": torch.zeros(2, 32).to(E4), "b": torch.zeros(2, 32).to(E4)} | change
     with pytest.raises(error, match=words):
         tensor_core_matmul(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"a": torch.zeros(4, 1 << 20).to(E4), "a_scale": torch.ones(4, 1 << 13)}, ValueError, "agree in K"),
+        ({"b": torch.zeros(5, 128).to(E4), "b_scale": torch.ones(5, 1)}, ValueError, "agree in K"),
+        ({"a_scale": torch.ones(3, 2)}, ValueError, r"a's scale must be \(4, 2\)"),
+        ({"b_scale": torch.ones(5, 1).expand(5, 3)}, ValueError, r"b's scale must be \(5, 2\)"),
+        ({"a_scale": torch.ones(4, 2).half()}, TypeError, "a's scale must be float32"),
+        ({"a_scale": [1.0]}, TypeError, "a_scale must be a tensor, not list"),
+        ({"b": torch.zeros(256).to(E4)}, ValueError, "b and its block must have 2 dimensions"),
+        ({"a_block": (128,)}, ValueError, "a and its block must have 2 dimensions"),
+        ({"b": torch.zeros(5, 256)}, TypeError, "sm_90 has no instruction for .* and b of torch.float32"),
+        (
+            {"b": torch.zeros(5, 256), "arch": find_instruction("sm_90", E4, E4)},
+            TypeError,
+            "b must be an operand of wgmma.*, not torch.float32",
+        ),
+        ({"a_block": (0, 128)}, ValueError, "a's block must be at least 1×1"),
+        ({"promote_every": 128.0}, TypeError, "must be an int or None"),
+    ],
+)
+def test_block_scaled_operands_that_do_not_fit_are_refused(change, error, words):
+    a, b = (torch.zeros(rows, 256).to(E4) for rows in (4, 5))
+    arguments = {"a": a, "a_scale": torch.ones(4, 2), "a_block": (1, 128)}
+    arguments |= {"b": b, "b_scale": torch.ones(5, 2), "b_block": (1, 128)}
+    with pytest.raises(error, match=words):
+        tensor_core_scaled_matmul(**(arguments | change))
+
+
+@pytest.mark.parametrize("promote_every", [512, 1 << 63, 1 << 64])
+def test_an_interval_longer_than_k_is_all_of_k(promote_every):
+    a, b = (normal(E4, (5, 300), seed) for seed in (0, 1))
+    expected = tensor_core_matmul(a, b, promote_every=320)
+    assert torch.equal(tensor_core_matmul(a, b, promote_every=promote_every), expected)
+    scaled = torch.ones(1, 1), (5, 300)
+    assert torch.equal(tensor_core_scaled_matmul(a, *scaled, b, *scaled, promote_every=promote_every), expected)
+
+
+def test_an_initial_negative_zero_without_products_is_positive_zero():
+    empty = torch.zeros(2, 0).to(E4)
+    y = tensor_core_matmul(empty, empty, torch.full((2, 2), -0.0))
+    assert not y.any()
+    assert not y.signbit().any()
 
 
 def test_blocks_shorter_than_a_k_block_are_refused():
