@@ -11,10 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.progress import track
 from torch import Tensor
 
-from octile.checkpoint.files import check_output_file
+from octile.checkpoint.files import check_output_file, read_json
+from octile.checkpoint.sharded import ShardedCheckpoint
 from octile.checkpoint.step_folders import finished_steps, why_state_unusable
 from octile.checkpoint.store import Store
 from octile.checkpoint.training import find_latest, load_checkpoint
@@ -275,6 +277,37 @@ def capture_run(
         )
     out = out or run.captures / f"step_{step:08d}.safetensors"
     return recorder.save(out, step, config.recipe, run.path.name, _tokens(trainer, step))
+
+
+def load_newest_weights(path: Path) -> tuple[DeepseekV3, str] | None:
+    """Load the weights of a run's newest checkpoint, as the optimizer updates them; those in `model/` may be in FP8.
+
+    Args:
+        path: the folder of a run, or of a model.
+
+    Returns:
+        The model on the CPU, float32 and in evaluation mode, and the checkpoint's name; or None if the folder holds no
+        run of `octile train`, or the run has no checkpoint.
+
+    Raises:
+        ValueError: every checkpoint is damaged, or config.json is.
+        OSError: the store of the checkpoints cannot be read.
+    """
+    run = RunFolder(path)
+    if not (run.metrics_file.is_file() and run.config_file.is_file()) or "command" in read_json(run.config_file):
+        return None
+    config = run.read_config()
+    folder = find_latest(Store(run.checkpoints_of(config)))
+    if folder is None:
+        return None
+    checkpoint = ShardedCheckpoint(folder.url, check=False)
+    prefix = "model."
+    tensors = checkpoint.read_parts(dict.fromkeys(name for name in checkpoint.specs if name.startswith(prefix)))
+    model = meta_model(config.model).to(torch.float32).to_empty(device="cpu")
+    for buffer in model.buffers():
+        buffer.zero_()
+    model.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
+    return model.eval(), folder.name
 
 
 def _oldest_with_state(store: Store) -> Store | None:

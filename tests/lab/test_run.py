@@ -14,9 +14,11 @@ import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from octile.checkpoint import hugging_face
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint
 from octile.lab.capture import load
-from octile.lab.run import capture_run, observer
+from octile.lab.pages.preflight import read_model
+from octile.lab.run import capture_run, load_newest_weights, observer
 from octile.train.loop import train
 from octile.train.memory import check
 from octile.train.run.console import RunConsole
@@ -482,3 +484,30 @@ def test_a_run_that_is_as_long_as_the_interval_is_measured_once(run_with):
 def test_a_run_without_8_bit_gemms_has_nothing_to_measure():
     with pytest.raises(ValueError, match="telemetry measures GEMMs in 8 bits, and recipe 'bf16' has none"):
         observer(micro(recipe="bf16", telemetry_every=1))
+
+
+# ---- weights before quantization
+
+
+def test_the_newest_weights_of_a_run_are_those_that_were_not_rounded(unmeasured):
+    model, name = load_newest_weights(unmeasured)
+    assert name == "step_00000004"
+    stored, _ = load_checkpoint(unmeasured / "checkpoints" / name)
+    own = model.state_dict()
+    assert own
+    assert all(torch.equal(tensor, stored[f"model.{name}"]) for name, tensor in own.items())
+    rounded = hugging_face.load(unmeasured).state_dict()[f"{LAYER}.weight"]
+    assert not torch.equal(own[f"{LAYER}.weight"], rounded)
+
+
+def test_a_folder_that_is_no_run_or_has_no_checkpoint_has_no_newest_weights(copied):
+    assert load_newest_weights(copied / "model") is None
+    shutil.rmtree(copied / "checkpoints")
+    assert load_newest_weights(copied) is None
+
+
+def test_preflight_says_which_weights_it_reads(unmeasured):
+    assert read_model(unmeasured)[1] == "those of step_00000004, before quantization"
+    model, weights = read_model(unmeasured / "model")
+    assert "the error of w is missing" in weights
+    assert model.training

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from octile.models.config import ModelConfig
+    from octile.models.deepseek_v3 import DeepseekV3
 
 MAX_ROWS = 12  # of the table in the terminal
 MAX_SNR = 200  # dB, of the least SNR that is asked for, in either direction; FP32 has 150
@@ -44,7 +45,7 @@ class Options:
     """Predict which layers of a model lose too much in 8 bits, and write a recipe that leaves them in BF16.
 
     Attributes:
-        model: a run folder, or the Hugging Face folder of a DeepSeek model.
+        model: a run folder, of which the newest checkpoint is read, or the Hugging Face folder of a DeepSeek model.
         recipe: the recipe to check.
         text: the text that the model reads: a text file, a folder, hf:NAME, stdlib or packages.
         batches: the number of batches, at least 2, each of which is a prediction of its own.
@@ -88,7 +89,7 @@ def run(options: Options) -> None:
         )
     if not abs(options.least_snr) <= MAX_SNR:
         raise ValueError(f"least_snr must be from -{MAX_SNR} to {MAX_SNR} dB, not {options.least_snr}")
-    from octile.checkpoint.hugging_face import load, read_model_config
+    from octile.checkpoint.hugging_face import read_model_config
 
     recipe = Recipe.named(options.recipe)
     check_recipe(recipe)
@@ -96,7 +97,8 @@ def run(options: Options) -> None:
     needed = options.batches * options.batch_size * options.sequence_length
     tokens = read_tokens(options.model, options.text, needed)
     batches = tokens.view(options.batches, options.batch_size, options.sequence_length)
-    model = load(options.model).train()
+    model, weights = read_model(options.model)
+    Console(stderr=options.json).print_line(f"weights:  {weights}")
     with progress_bar("batches", 2 * options.batches, options.json) as advance:
 
         def counted() -> Iterator[tuple[Tensor, Tensor]]:
@@ -120,7 +122,7 @@ def run(options: Options) -> None:
     if options.json:
         print(json.dumps([vars(row) for row in rows], indent=1, allow_nan=False))
         return
-    page = _write_page(options, rows, describe_risk(rows, recipe.name, options.least_snr))
+    page = _write_page(options, weights, rows, describe_risk(rows, recipe.name, options.least_snr))
     console = Console()
     console.print(screen_table(table(rows[:MAX_ROWS])))
     console.print_line(describe_risk(rows, recipe.name, options.least_snr, is_caption=False))
@@ -201,7 +203,7 @@ def table(rows: Sequence[Predicted]) -> Table:
     return Table(columns, cells)
 
 
-def _write_page(options: Options, rows: Sequence[Predicted], caption: str) -> Path:
+def _write_page(options: Options, weights: str, rows: Sequence[Predicted], caption: str) -> Path:
     charts = []
     if rows:
         heat = heat_of(rows)
@@ -226,7 +228,7 @@ def _write_page(options: Options, rows: Sequence[Predicted], caption: str) -> Pa
         f"The GEMMs of “{options.model.name}” in {batches} of {options.batch_size} × {options.sequence_length} tokens."
         f" Their operands were captured in high precision, quantized as in recipe {options.recipe}, and multiplied on"
         f" the model of Hopper's tensor core, with {format_count(options.sample, 'row')} of each operand, drawn with"
-        f" seed {options.seed}."
+        f" seed {options.seed}. Weights: {weights}."
     )
     layers = Section("Layer by layer", charts, note="" if charts else caption)
     command = f"octile train --recipe {quoted_path(options.write)}"
@@ -259,6 +261,23 @@ def check_tokens(options: Options, model: ModelConfig) -> None:
             f"a batch has {given:,} tokens, and {needed:,} are needed, so that each of the {shares} experts has"
             f" {MIN_TOKENS} on average: use --batch-size {math.ceil(needed / options.sequence_length)}"
         )
+
+
+def read_model(path: Path) -> tuple[DeepseekV3, str]:
+    """Load a model in training mode, from a run with the weights of its newest checkpoint, and say which weights.
+
+    Raises:
+        FileNotFoundError, ValueError, OSError: as in `octile.lab.run.load_newest_weights`; or as in
+            `octile.checkpoint.hugging_face.load`.
+    """
+    from octile.checkpoint.hugging_face import has_fp8_weights, load
+    from octile.lab.run import load_newest_weights
+
+    if (newest := load_newest_weights(path)) is not None:
+        model, checkpoint = newest
+        return model.train(), f"those of {checkpoint}, before quantization"
+    rounded = "already rounded to FP8 in this folder, so that the error of w is missing or too small"
+    return load(path).train(), rounded if has_fp8_weights(path) else "those of the folder, in high precision"
 
 
 def read_tokens(model: Path, text: str, needed: int) -> Tensor:
