@@ -179,6 +179,9 @@ def _row(v: dict[str, float], scales: list[float], channels: list[float]) -> Tel
     amax, amin, smallest = v["max amax"], -v["max -amin"], -v["max -tile_amax"]  # the sample may hold only zeros
     mean, variance = v["x"] / n, v["x2"] / n - (v["x"] / n) ** 2
     fourth = v["x4"] / n - 4 * mean * v["x3"] / n + 6 * mean**2 * v["x2"] / n - 3 * mean**4
+    if not math.isfinite(v["x2"]):  # comparisons with NaN count nothing, which would read as no loss
+        v = v | dict.fromkeys(("underflows", "overflows", "subnormals", "size", "max octaves", "octaves"), math.nan)
+    channels = [math.inf if math.isnan(c) else c for c in channels]  # NaN has no order
     ordered = sorted(channels)
     median = ordered[len(ordered) // 2]
     top = sorted(range(len(channels)), key=lambda c: -channels[c])[:TOP_CHANNELS]
@@ -188,19 +191,19 @@ def _row(v: dict[str, float], scales: list[float], channels: list[float]) -> Tel
         "overflows%": 100 * v["overflows"] / nonzero,
         "subnormals%": 100 * v["subnormals"] / nonzero,
         "cur_amax": amax,
-        "dynamic_range": math.log2(amax / amin) if nonzero and 0 < amin <= amax else 0.0,
+        "dynamic_range": _octaves(amax, amin),
         "max_blockwise_dynamic_range": v["max octaves"],
         "mean_blockwise_dynamic_range": v["octaves"] / max(v["tiles"], 1.0),
-        "between_blocks_dynamic_range": math.log2(amax / smallest) if 0 < smallest <= amax else 0.0,
+        "between_blocks_dynamic_range": _octaves(amax, smallest),
         "scale_inv_min": -v["max -scale"],
         "scale_inv_max": v["max scale"],
         "kurtosis": fourth / variance**2 if variance > 0 else None,
-        "outlier_channels": sum(c > OUTLIER_RATIO * median for c in channels),
+        "outlier_channels": sum(c > OUTLIER_RATIO * median for c in channels) if math.isfinite(median) else None,
         "mse": v["error2"] / n,
         "snr_db": snr_db(v["x2"], v["error2"]),
-        "worst_over_rms": v["max error"] / math.sqrt(v["x2"] / n) if v["x2"] > 0 else 0.0,
-        "bias": v["outward"] / v["size"] if v["size"] > 0 else 0.0,
-        "top_channels": [[c, channels[c] / median if 0 < median < math.inf else None] for c in top],
+        "worst_over_rms": v["max error"] / math.sqrt(v["x2"] / n) if v["x2"] else 0.0,
+        "bias": v["outward"] / v["size"] if v["size"] else 0.0,
+        "top_channels": [[c, channels[c] / median if median > 0 and channels[c] < math.inf else None] for c in top],
         "scale_histogram": {
             "log2": [e for e, count in zip(EXPONENTS, scales, strict=True) if count],
             "count": [int(count) for count in scales if count],
@@ -211,6 +214,15 @@ def _row(v: dict[str, float], scales: list[float], channels: list[float]) -> Tel
     }
 
 
+def _octaves(largest: float, smallest: float) -> float:
+    """Return log₂(largest / smallest); 0 if there is no value but zeros, NaN if the largest is not finite."""
+    if not math.isfinite(largest):
+        return math.nan
+    return math.log2(largest / smallest) if 0 < smallest <= largest else 0.0
+
+
 def snr_db(signal: float, noise: float) -> float | None:
-    """Return 10·log₁₀(signal / noise); None if there is no signal, no noise, or the ratio is not finite."""
-    return 10 * math.log10(signal / noise) if signal > 0 and noise > 0 and math.isfinite(signal / noise) else None
+    """Return 10·log₁₀(signal / noise); None if there is no signal, no noise, or one of them is not finite."""
+    if not (0 < signal < math.inf and 0 < noise < math.inf):
+        return None
+    return 10 * (math.log10(signal) - math.log10(noise))  # their ratio may underflow

@@ -1,5 +1,6 @@
 """Tests of an operand's statistics against loops over its values in exact arithmetic."""
 
+import json
 import math
 import statistics
 from fractions import Fraction
@@ -9,7 +10,7 @@ import torch
 
 from octile.formats import E4M3, E5M2, INT8
 from octile.lab import operand_stats
-from octile.lab.operand_stats import measure_operand
+from octile.lab.operand_stats import measure_operand, snr_db
 from octile.ops.quantize import decode
 from octile.scaled import ScaledTensor, quantize
 
@@ -213,7 +214,35 @@ def test_tiny_and_huge_values_neither_vanish_nor_overflow(scale):
 def test_zeros_and_broken_values_give_a_row_that_json_can_hold(value):
     x = torch.full((3, 130), value)
     row = row_of(x, quantize(x))
-    assert all(v is None or not isinstance(v, float) or math.isfinite(v) for v in row.values())
+    json.dumps(row, allow_nan=False)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_leaves_no_statistic_that_reads_as_no_loss(value):
+    x = operand()
+    x[1, 3] = value
+    row = row_of(x, quantize(x))
+    json.dumps(row, allow_nan=False)
+    unknown = {name for name, statistic in row.items() if statistic is None}
+    assert unknown >= {"underflows%", "overflows%", "subnormals%", "cur_amax", "dynamic_range", "mse", "snr_db"}
+    assert unknown >= {"worst_over_rms", "bias", "max_blockwise_dynamic_range", "mean_blockwise_dynamic_range"}
+    assert row["top_channels"][0] == [3, None]
+    assert row["top_channels"][1][0] == 7
+    assert row["outlier_channels"] == row_of(operand(), quantize(operand()))["outlier_channels"] + 1
+
+
+@pytest.mark.parametrize(
+    ("signal", "noise", "expected"),
+    [
+        (1e3, 10.0, 20.0),
+        (1e-200, 1e200, -4000.0),
+        (1e200, 1e-200, 4000.0),
+        *((1.0, noise, None) for noise in (0.0, math.inf, math.nan)),
+        *((signal, 1.0, None) for signal in (0.0, math.inf, math.nan)),
+    ],
+)
+def test_a_signal_to_noise_ratio_that_underflows(signal, noise, expected):
+    assert snr_db(signal, noise) == (expected if expected is None else pytest.approx(expected))
 
 
 def test_values_that_became_zero_are_counted_though_others_became_nonzero():
