@@ -27,6 +27,11 @@ from octile.recipe import GEMMS, GemmName
 
 Action = Literal["warn", "capture", "bf16"]
 ACTIONS: tuple[Action, ...] = get_args(Action)
+WHAT_FOLLOWS: Mapping[Action, str] = {
+    "warn": "only a warning",
+    "capture": "its operands are captured in the next step",
+    "bf16": "from the next step on it is computed in BF16",
+}
 COMPARISONS = {">": gt, ">=": ge, "<": lt, "<=": le}
 SHORT_NAMES = {"flushed": "underflows%", "saturated": "overflows%", "subnormal": "subnormals%", "amax": "cur_amax"}
 STATISTICS = (
@@ -94,7 +99,20 @@ class Event:
 
     def __str__(self) -> str:
         what = f"{self.product} of {self.layer}" + (f", operand {self.operand}" if self.operand else "")
-        return f"guard at step {self.step}: {self.rule.when} holds since step {self.since} in {what} ({self.value:.4g})"
+        return (
+            f"guard at step {self.step}: {self.rule.when} holds since step {self.since} in {what}, where it is "
+            f"{self._shown_value()}: {WHAT_FOLLOWS[self.rule.then]}"
+        )
+
+    def _shown_value(self) -> str:
+        """Return the value with its unit, and with so many digits that the condition holds for what is shown."""
+        rule = self.rule
+        is_share = rule.when.rstrip().endswith("%") and not rule.statistic.endswith("%")  # a ratio, compared with N%
+        factor = 100.0 if is_share else 1.0
+        unit = "%" if is_share or rule.statistic.endswith("%") else " dB" if rule.statistic.endswith("snr_db") else ""
+        texts = [f"{factor * self.value:.{digits}g}" for digits in range(4, 18)]
+        compare = COMPARISONS[rule.comparison]
+        return next((text for text in texts if compare(float(text) / factor, rule.bound)), texts[-1]) + unit
 
     def record(self) -> dict[str, Any]:
         """Return the event as a line of metrics.jsonl stores it."""

@@ -104,7 +104,10 @@ def test_rows_without_the_value_are_ignored(value):
 
 def test_an_event_names_rule_place_and_steps():
     (event,) = Guards([Rule("flushed > 5%", "bf16")]).check([row(7, 6.25)])
-    assert str(event) == "guard at step 7: flushed > 5% holds since step 7 in wgrad of mlp.up_proj, operand x (6.25)"
+    assert str(event) == (
+        "guard at step 7: flushed > 5% holds since step 7 in wgrad of mlp.up_proj, operand x, where it is 6.25%: from "
+        "the next step on it is computed in BF16"
+    )
     assert event.record() == {
         "when": "flushed > 5%",
         "then": "bf16",
@@ -114,6 +117,23 @@ def test_an_event_names_rule_place_and_steps():
         "operand": "x",
         "value": 6.25,
     }
+
+
+@pytest.mark.parametrize(
+    ("when", "then", "value", "shown"),
+    [
+        ("flushed > 0.5%", "warn", 0.78125, "0.7812%: only a warning"),
+        ("quantization_snr_db < 28", "warn", 27.99961, "27.9996 dB: only a warning"),
+        ("quantization_snr_db >= 28", "capture", 28.0, "28 dB: its operands are captured in the next step"),
+        ("worst_over_rms > 5%", "warn", 0.05000012, "5.00001%: only a warning"),
+        ("worst_over_rms > 0.05", "warn", 0.06, "0.06: only a warning"),
+        ("kurtosis > 100", "warn", 123456.0, "1.235e+05: only a warning"),
+    ],
+)
+def test_an_event_shows_its_value_with_unit_and_digits_and_says_what_follows(when, then, value, shown):
+    rule = Rule(when, then)
+    (event,) = Guards([rule]).check([row(7, value, rule.statistic)])
+    assert str(event).endswith(f", where it is {shown}")
 
 
 def test_every_figure_is_one_that_telemetry_has(tmp_path):
