@@ -55,9 +55,10 @@ def format_count(number: int, noun: str) -> str:
 
 def format_bytes(value: float) -> str:
     """Bytes in decimal units: 1_240_000 → "1.24 MB"."""
-    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+    for factor, unit in ((1e18, "EB"), (1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if value >= factor:
-            return f"{value / factor:.3g} {unit}"
+            number = value / factor
+            return f"{number:,.0f} {unit}" if number >= 999.5 else f"{number:.3g} {unit}"  # .3g would write 1e+03
     return f"{value:.0f} B"
 
 

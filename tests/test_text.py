@@ -77,7 +77,17 @@ def test_speeds(per_second, text):
     assert format_flops(per_second) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(0, "0 B"), (1_240_000, "1.24 MB"), (700e9, "700 GB")])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 B"),
+        (1_240_000, "1.24 MB"),
+        (700e9, "700 GB"),
+        (999.9e9, "1,000 GB"),
+        (12.3e15, "12.3 PB"),
+        (2.5e22, "25,000 EB"),
+    ],
+)
 def test_byte_sizes(value, text):
     assert format_bytes(value) == text
 

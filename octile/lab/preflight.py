@@ -30,6 +30,7 @@ from octile.recipe import GemmName, OperandFormat, Recipe
 from octile.scaled import ScaledTensor, quantize
 
 MIN_SNR_DB = 20.0  # the RMS error is a tenth of the outputs' RMS
+NOT_FINITE = "use finite weights, or another text"  # the remedy where an operand has NaN or Inf
 
 Loss = Callable[[nn.Module, Any], Tensor]
 GemmKey = tuple[str, GemmName]
@@ -132,7 +133,7 @@ def preflight(
         for captured in capture_operands(reference, batch, loss):
             weight = captured.layer if captured.expert is None else captured.layer.rpartition(".")[0]
             key = weight, captured.gemm
-            sampled = SampledGemm.draw(captured, sample, seed)
+            sampled = SampledGemm.draw(captured, sample, seed, NOT_FINITE)
             if not sampled.exact.any():
                 silent[key] = None
                 continue
@@ -214,7 +215,10 @@ def check_recipe(recipe: Recipe) -> None:
             "--recipe deepseek_v3, whose formats and predicted errors are the same"
         )
     if recipe.exceptions or recipe.high_precision:
-        raise ValueError(f"recipe {recipe.name!r} has exceptions already: pass it without them")
+        raise ValueError(
+            f"recipe must have no exceptions yet, but the given variant of {recipe.name!r} has some: leave out its "
+            "[[keep]] tables"
+        )
 
 
 def _high_precision(model: nn.Module) -> Recipe:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from octile.lab.capture import CapturedGemm, capturing
 from octile.lab.layers import layer_weights
-from octile.lab.preflight import GemmKey, Loss, error_by_channel, model_loss
+from octile.lab.preflight import NOT_FINITE, GemmKey, Loss, error_by_channel, model_loss
 from octile.lab.what_if import SAMPLE, Error, SampledGemm
 from octile.nn.conversion import apply_recipe
 from octile.nn.observer import Backward, ObservedGemm, observe_gemms
@@ -62,7 +62,7 @@ def observe_step(model: nn.Module, sample: int = SAMPLE, seed: int = 0) -> Itera
     for captured in recorder.gemms():
         weight = captured.layer if captured.expert is None else captured.layer.rpartition(".")[0]
         gemm = observed.get((weight, captured.gemm))
-        sampled = SampledGemm.draw(captured, sample, seed)
+        sampled = SampledGemm.draw(captured, sample, seed, NOT_FINITE)
         if gemm is not None and sampled.exact.any():
             errors[captured.layer, captured.gemm] = error_by_channel(_multiply(gemm, sampled), sampled.exact)
 

@@ -240,14 +240,17 @@ class SampledGemm:
     cache: dict[tuple[object, ...], QuantizedSample] = field(default_factory=dict)
 
     @classmethod
-    def draw(cls, captured: CapturedGemm, sample: int, seed: int) -> SampledGemm:
-        """Draw `sample` rows of each operand, or all rows of an operand that has fewer."""
+    def draw(
+        cls, captured: CapturedGemm, sample: int, seed: int, remedy: str = "leave it out with --layers or --products"
+    ) -> SampledGemm:
+        """Draw `sample` rows of each operand, or all rows of an operand that has fewer.
+
+        Raises:
+            ValueError: an operand is not finite; the message ends with the remedy.
+        """
         for operand in (captured.a, captured.b):
             if not operand.isfinite().all():
-                raise ValueError(
-                    f"{captured.gemm} of {captured.layer} has operands that are not finite: leave it out with --layers"
-                    " or --products"
-                )
+                raise ValueError(f"{captured.gemm} of {captured.layer} has operands that are not finite: {remedy}")
         random = torch.Generator().manual_seed(seed)
         rows_a, rows_b = (
             torch.randperm(len(t), generator=random)[:sample].sort().values for t in (captured.a, captured.b)

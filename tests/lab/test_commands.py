@@ -87,6 +87,7 @@ def test_accumulate_prints_a_table_and_leaves_a_page(capsys, folder):
     assert code == 0
     assert "every 128" in out
     assert "picture: lab/accumulate.html" in out
+    assert "Errors are relative to the RMS of the exact results; the worst is that of 256×256 sums." in out
     page = folder / "lab" / "accumulate.html"
     assert all(address.startswith("#") for address in read_page(page).loads)
     assert "checked on an H200" in page.read_text(encoding="utf-8")

@@ -278,12 +278,20 @@ def test_a_loss_may_be_given():
         (Recipe.delayed(), "recipe 'delayed' has delayed scaling"),
         (Recipe.global_scale(), "recipe 'global_scale' has dynamic loss scaling"),
         (Recipe.exact(), "recipe 'exact' has all linear layers in FP8, .*: use --recipe deepseek_v3"),
-        (Recipe.deepseek_v3().without("wgrad"), "has exceptions already"),
+        (Recipe.deepseek_v3().without("wgrad"), r"must have no exceptions yet, .*: leave out its \[\[keep\]\] tables"),
     ],
 )
 def test_unsupported_recipes_are_refused(recipe, message):
     with pytest.raises(ValueError, match=message):
         preflight(Net(), [batch()], recipe)
+
+
+def test_operands_that_are_not_finite_are_refused_without_options_of_other_commands():
+    model = Net()
+    with torch.no_grad():
+        model.layers[0].weight[0, 0] = math.inf
+    with pytest.raises(ValueError, match=r"operands that are not finite: use finite weights, or another text$"):
+        preflight(model, [batch()])
 
 
 def test_no_batch_is_refused():

@@ -53,6 +53,8 @@ def test_what_if_prints_a_ranking_and_leaves_a_page(capsys, folder):
     assert code == 0
     assert "E4M3 1×128" in out
     assert "MXFP8" in out
+    assert "The 4 best of each format (--top), " in " ".join(out.split())
+    assert "SNR is about all errors, with noise over signal averaged over the GEMMs." in " ".join(out.split())
     assert "Measured on 12 GEMMs with complete sums, and 8 rows of each operand, drawn with seed 0" in out
     assert "left out, 12 combinations: tensor cores sum INT8 as exact integers: use exact" in out
     assert "pictures: lab/what_if.html" in out

@@ -35,6 +35,7 @@ SIDE = 256  # rows of each operand
 BYTES_PER_VALUE = (
     24  # maximum memory per value of an operand, measured as the peak of the process on every architecture
 )
+MEASURE = f"Errors are relative to the RMS of the exact results; the worst is that of {SIDE}×{SIDE} sums."
 COLUMNS = ("data", "K", "promoted", "RMS error", "worst error", "bias")
 FLAT = 1.1  # the worst of some ten thousand sums varies by this factor between draws
 DATA = {"normal": "both signs, N(0, 1)", "positive": "one sign, |N(0, 1)|"}
@@ -103,7 +104,7 @@ def run(options: Options) -> None:
     chart = make_chart("Worst error against K", caption, lambda f: draw_errors(f, rows), (WIDE, 340), (PHONE, 620))
     lead = (
         f"GEMMs of random {options.fmt.upper()} matrices, summed as by {core.name} of {arch}: {core.terms} products per"
-        f" step with {core.fraction_bits} fraction bits. Errors are relative to the RMS of the exact results. The model"
+        f" step with {core.fraction_bits} fraction bits. {MEASURE} The model"
         f" of this instruction: {EVIDENCE[core.evidence]}."
     )
     note = "Bias is the mean error; it is negative if results are too small."
@@ -111,6 +112,7 @@ def run(options: Options) -> None:
     page = write_lab_page(options.out, "Accumulation", lead, sections)
     screen = Console()
     screen.print(screen_table(short_table(rows)))
+    screen.print_line(MEASURE)
     screen.print_line(caption)
     screen.print_line(f"picture: {page}")
 
@@ -150,7 +152,7 @@ def _errors(row: AccumulationError) -> tuple[str, str, str]:
 
 
 def share(value: float) -> str:
-    """Format a share as a percentage with two significant digits: 0.0203 → "2.0%", 0.00007 → "0.0070%"."""
+    """Format a share as a percentage with two significant digits: 0.0203 → "2.0%", 0.00007 → "0.0070%"; 0 is "0%"."""
     return f"{value:.{_digits(value)}%}"
 
 
@@ -160,7 +162,7 @@ def signed_share(value: float) -> str:
 
 
 def _digits(share: float) -> int:
-    return next((d for d in range(6) if abs(100 * share) >= 10.0 ** (1 - d)), 6)
+    return 0 if not share else next((d for d in range(6) if abs(100 * share) >= 10.0 ** (1 - d)), 6)
 
 
 def draw_errors(figure: Figure, rows: Sequence[AccumulationError]) -> None:

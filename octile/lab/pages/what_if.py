@@ -31,6 +31,7 @@ COLUMNS = (
     *("format", "block", "scale", "promoted", "sums", "bits"),
     *("SNR (dB)", "quantization", "accumulation", "worst/RMS", "bias"),
 )
+SNR_MEANING = "SNR is about all errors, with noise over signal averaged over the GEMMs."
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,8 @@ def run(options: Options) -> None:
     page = write_lab_page(options.out, "What if", lead, sections, [why_no_outliers] if why_no_outliers else [])
     screen = Console()
     screen.print(screen_table(short_table(listed)))
-    for line in (_describe_sample(found), *refusals(found), *unchecked(found)):
+    listing = f"{heading} (--top), {len(listed):,} of {format_count(len(ranking), 'combination')}. {SNR_MEANING}"
+    for line in (listing, _describe_sample(found), *refusals(found), *unchecked(found)):
         screen.print_line(line)
     screen.print_line(f"pictures: {page}")
 
@@ -206,10 +208,9 @@ def _describe_sample(found: WhatIf) -> str:
 
 def _note(found: WhatIf) -> str:
     return (
-        "The column SNR is about all errors, with noise averaged over the GEMMs; quantization is about quantization"
-        " alone (exact sums), and accumulation about the sums alone (quantized operands). Worst/RMS is the largest"
-        " error of any output over its GEMM's RMS; bias is the mean error away from zero, negative if results are too"
-        " small. Bits per value include the scales. "
+        f"{SNR_MEANING} Quantization is about quantization alone (exact sums), and accumulation about the sums alone"
+        " (quantized operands). Worst/RMS is the largest error of any output over its GEMM's RMS; bias is the mean"
+        " error away from zero, negative if results are too small. Bits per value include the scales. "
         + " ".join(f"{line[0].upper()}{line[1:]}." for line in [*refusals(found), *unchecked(found)])
     )
 
