@@ -26,6 +26,7 @@ from tests.train_commands import config_of
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [*(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")), *sorted(DOCS.rglob("*.md"))]
+SLOW_PAGE = "schedules.md"  # whose schedules are simulated
 CUDA = ROOT / "octile" / "kernels" / "cuda"
 MAX_CODE = 110  # characters of a line that fit the site at 1280 pixels: docs/stylesheets/site.css
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -79,7 +80,14 @@ def no_deep_gemm_left() -> Iterator[None]:
                 del sys.modules[name]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)], ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.slow if page.name == SLOW_PAGE else (), id=name_of(page))
+        for page in PAGES
+        if python_of(page)
+    ],
+)
 def test_python_of_a_page_does_what_it_says(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the blocks in order, in one namespace. A block with prompts must print what it shows."""
     monkeypatch.chdir(tmp_path)

@@ -49,6 +49,7 @@ def test_octile_trains_with_its_own_loop(run, monkeypatch):
     assert [line["step"] for line in lines if "main_loss" in line] == list(range(1, steps + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("is_interleaved", [True, False])
 def test_a_trainer_that_fails_is_left_out(monkeypatch, is_interleaved):

@@ -159,7 +159,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return Outcomes(tmp_path_factory, "routed-shared-experts", WORKS)
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @each_work(WORKS)
 def test_two_ranks(outcomes: Outcomes, work):
     outcomes.assert_passed(work)

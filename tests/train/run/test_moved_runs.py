@@ -31,6 +31,7 @@ def test_a_run_goes_from_two_processes_to_one_and_back(arguments, straight, tmp_
     assert len(list((run / "checkpoints" / "step_00000008").glob("tensors-*-of-00002.safetensors"))) == 2
 
 
+@pytest.mark.slow
 def test_a_run_goes_from_a_pipeline_to_one_process_and_back(arguments, straight, tmp_path, capsys):
     run, schedule = tmp_path / "run", "--parallel.schedule=zb1p"
     begun = train(tmp_path, *arguments, *PIPELINE, schedule, f"--out={run}")

@@ -95,6 +95,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return line
 
 
+@pytest.mark.slow
 def test_a_run_continues_from_the_store_with_the_bits_of_one_process(arguments, straight, place, tmp_path, capsys):
     run = tmp_path / "run"
     main(["train", *arguments, "--steps=4", f"--checkpoints={place}", f"--out={run}"])

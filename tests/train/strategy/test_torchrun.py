@@ -67,6 +67,7 @@ def straight(arguments, tmp_path_factory) -> dict[int, float]:
     return losses(out)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_restarted_and_resumes(arguments, straight, tmp_path):
     """The agent is torchrun's, but forks the ranks, which takes seconds less than to start them with its command."""
     run, logs = tmp_path / "run", tmp_path / "logs"
