@@ -125,6 +125,8 @@ def run(options: Options) -> None:
     page = _write_page(options, weights, rows, describe_risk(rows, recipe.name, options.least_snr))
     console = Console()
     console.print(screen_table(table(rows[:MAX_ROWS])))
+    if len(rows) > MAX_ROWS:
+        console.print_line(f"The {MAX_ROWS} lowest of {len(rows)} GEMMs; the page has all.")
     console.print_line(describe_risk(rows, recipe.name, options.least_snr, is_caption=False))
     if any(row.measured_db is not None for row in rows):
         console.print_line(describe_check(rows, options.least_snr, is_caption=False))
