@@ -80,9 +80,8 @@ def test_the_configuration_stores_the_text_of_the_file(finished, file):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("gemm", "stored"), [("wgrad", True), ("fprop", False)])
-def test_a_model_whose_recipe_leaves_forward_gemms_in_bf16_is_stored_in_bf16(text, tmp_path, monkeypatch, gemm, stored):
+def test_a_model_whose_recipe_leaves_forward_gemms_in_bf16_is_stored_in_bf16(text, tmp_path, gemm, stored):
     """A folder with FP8 weights has one recipe, and no exceptions."""
-    write_no_report(monkeypatch)
     file, out = tmp_path / "mine.toml", tmp_path / "run"
     file.write_text(f'recipe = "deepseek_v3"\n[[keep]]\nlayers = "{LAYER}"\nproducts = ["{gemm}"]\n')
     train(micro(data=str(text), recipe=str(file), out=out, steps=1), False, silent_console())
