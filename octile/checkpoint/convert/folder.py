@@ -152,7 +152,8 @@ def _convert(dst: Path, plan: ConversionPlan, progress: Progress | None) -> Conv
     """Convert a checkpoint into the folder dst, which exists."""
     record = _resume_or_begin(dst, plan)
     resumed = len(record["files"])
-    _check_space(dst, plan, record["files"])
+    copied, not_copied = _other_files(plan)
+    _check_space(dst, plan, record["files"], copied)
 
     tick = _ticker(progress, 2 * plan.source.nbytes)
     for name, file in plan.source.files.items():
@@ -167,13 +168,13 @@ def _convert(dst: Path, plan: ConversionPlan, progress: Progress | None) -> Conv
                 raise
             write_json(dst / RECORD, record)
 
-    copied = _copy_other_files(dst, plan)
+    _copy(plan.source.folder, dst, copied)
     write_index(dst, plan.files, sum(spec.nbytes for spec in plan.specs.values()))
     write_json(dst / CONFIG, plan.result_config)
     _check_result(dst, plan)
     max_error = max((entry.pop("max_error") for entry in record["files"].values()), default=0.0)
     write_json(dst / RECORD, {"files": record["files"]})
-    return _report(plan, max_error, resumed, copied)
+    return _report(plan, max_error, resumed, copied, not_copied)
 
 
 def _check_arguments(src: Path, dst: Path, to: str) -> None:
@@ -227,10 +228,10 @@ def _is_whole(path: Path, entry: Mapping[str, Any]) -> bool:
     return True
 
 
-def _check_space(dst: Path, plan: ConversionPlan, finished: Mapping[str, Any]) -> None:
+def _check_space(dst: Path, plan: ConversionPlan, finished: Mapping[str, Any], copied: Sequence[Path]) -> None:
     needed = sum(s.nbytes for file, specs in plan.files.items() if file not in finished for s in specs.values())
     src = plan.source.folder
-    needed += sum((src / path).stat().st_size for path in _other_files(plan)[0] if not (dst / path).exists())
+    needed += sum((src / path).stat().st_size for path in copied if not (dst / path).exists())
     free = shutil.disk_usage(dst).free
     if needed > free:
         reason = f"{os.strerror(errno.ENOSPC)}: {needed / 1e6:,.0f} MB are needed, {free / 1e6:,.0f} MB are free"
@@ -272,17 +273,15 @@ def _other_files(plan: ConversionPlan) -> tuple[list[Path], list[Path]]:
     own, src = {CONFIG, INDEX, RECORD, *plan.files}, plan.source.folder
     found = [path.relative_to(src) for path in sorted(src.rglob("*")) if path.is_file()]
     others = [path for path in found if str(path) not in own and not any(part.startswith(".") for part in path.parts)]
-    weights = [path for path in others if WEIGHTS.search(path.name)]
-    return [path for path in others if path not in weights], weights
+    copied = [path for path in others if not WEIGHTS.search(path.name)]
+    return copied, [path for path in others if WEIGHTS.search(path.name)]
 
 
-def _copy_other_files(dst: Path, plan: ConversionPlan) -> tuple[str, ...]:
-    others, _ = _other_files(plan)
-    for path in others:
+def _copy(src: Path, dst: Path, paths: Sequence[Path]) -> None:
+    for path in paths:
         (dst / path).parent.mkdir(parents=True, exist_ok=True)
-        with open(plan.source.folder / path, "rb") as original, atomic_write(dst / path) as copy:
+        with open(src / path, "rb") as original, atomic_write(dst / path) as copy:
             shutil.copyfileobj(original, copy)
-    return tuple(map(str, others))
 
 
 def _check_result(dst: Path, plan: ConversionPlan) -> None:
@@ -292,7 +291,9 @@ def _check_result(dst: Path, plan: ConversionPlan) -> None:
         raise RuntimeError(f"{dst} should hold {len(plan.specs)} tensors, but {len(wrong)} differ: {wrong[0]}, …")
 
 
-def _report(plan: ConversionPlan, max_error: float, resumed: int, copied: tuple[str, ...]) -> ConversionReport:
+def _report(
+    plan: ConversionPlan, max_error: float, resumed: int, copied: Sequence[Path], not_copied: Sequence[Path]
+) -> ConversionReport:
     return ConversionReport(
         to=plan.to,
         rule=RULE,
@@ -306,8 +307,8 @@ def _report(plan: ConversionPlan, max_error: float, resumed: int, copied: tuple[
         max_error=max_error,
         files=len(plan.files),
         resumed_files=resumed,
-        copied_files=copied,
-        not_copied={str(path): (plan.source.folder / path).stat().st_size for path in _other_files(plan)[1]},
+        copied_files=tuple(map(str, copied)),
+        not_copied={str(path): (plan.source.folder / path).stat().st_size for path in not_copied},
         warnings=plan.warnings,
     )
 
