@@ -22,6 +22,7 @@ from octile.validation import read_json
 
 RECORD = "octile.json"
 STAGING = ".octile-partial"
+CONFIG = "config.json"  # of a model, in Hugging Face's layout
 GENERATION_CONFIG = "generation_config.json"  # how texts of a model are sampled and end
 DEVICES = Path("/dev")  # also has links such as stdout, which may lead to a file
 WEIGHT_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from octile.checkpoint import recipe_entry
-from octile.checkpoint.files import finish_interrupted, staged, write_json
+from octile.checkpoint.files import CONFIG, finish_interrupted, staged, write_json
 from octile.checkpoint.fp8_layout import (
     SCALE_SUFFIX,
     check_scale_values,
@@ -62,7 +62,6 @@ from octile.nn.moe import Experts
 from octile.recipe import Recipe, ScaleRule
 from octile.validation import read_json
 
-CONFIG = "config.json"
 MAX_NAMED = 5  # checkpoints in a message
 ROTARY_FREQUENCIES = ".self_attn.rotary_emb.inv_freq"  # follow from config.json
 Weights = Literal["fp8", "bf16", "float32"]

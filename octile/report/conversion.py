@@ -9,7 +9,7 @@ from octile.checkpoint.convert import ConversionReport, convert_checkpoint
 from octile.checkpoint.convert.share import Share
 from octile.checkpoint.convert.size import SizePrediction, predict_size
 from octile.checkpoint.convert.tensor import Target
-from octile.checkpoint.hugging_face import CONFIG
+from octile.checkpoint.files import CONFIG
 from octile.command_text import how_to_download, quoted_path
 from octile.report.console import Console
 from octile.text import format_bytes

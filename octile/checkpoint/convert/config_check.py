@@ -18,12 +18,12 @@ from typing import Annotated, Any, get_args
 
 from octile.checkpoint.convert.architectures import ALIASES, DEFAULTS, Architecture, Count, ModelType, Size, TokenId
 from octile.checkpoint.convert.share import EXPERT_COUNTS
+from octile.checkpoint.files import CONFIG
 from octile.checkpoint.tensor_file import TensorSpec
 from octile.models import hf_config
 from octile.models.config import ModelConfig, RopeScaling
 from octile.validation import Range, check_given, quoted
 
-CONFIG = "config.json"
 LAYERS = "model.layers."  # of every known architecture
 LAYER = re.compile(rf"{re.escape(LAYERS)}(\d+)\.")
 DECODER = r"^(?:(?:model|transformer|language_model)\.)*layers\.\d+\."  # no encoder, no tower of images or sounds
@@ -271,10 +271,10 @@ def _check_same_shapes(modules: Mapping[str, Mapping[str, TensorSpec]]) -> None:
         for last, spec in weights.items():
             shapes[last][spec.shape] += 1
     for last, counts in shapes.items():
-        (usual, _), *others = counts.most_common()
-        if others:
+        (most_common, _), *rest = counts.most_common()
+        if rest:
             module_with = {weights[last].shape: module for module, weights in modules.items() if last in weights}
-            wrong, right = (f"{module_with[s]}.{last}.weight is {list(s)}" for s in (others[0][0], usual))
+            wrong, right = (f"{module_with[s]}.{last}.weight is {list(s)}" for s in (rest[0][0], most_common))
             raise ValueError(f"{wrong}, but {right}: both must have one shape")
 
 

@@ -28,11 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from octile.checkpoint.convert.config_check import CONFIG
 from octile.checkpoint.convert.plan import ConversionPlan
 from octile.checkpoint.convert.share import Share, share_of
 from octile.checkpoint.convert.tensor import Target, convert_tensor, max_error_of
-from octile.checkpoint.files import RECORD, atomic_write, checksum, read_record, verify, write_json
+from octile.checkpoint.files import CONFIG, RECORD, atomic_write, checksum, read_record, verify, write_json
 from octile.checkpoint.shards import INDEX, Shards, write_index
 from octile.checkpoint.tensor_file import TensorFile, writing
 from octile.command_text import how_to_download

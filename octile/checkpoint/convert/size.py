@@ -13,8 +13,9 @@ from octile.checkpoint.convert.engines import engine_warnings
 from octile.checkpoint.convert.plan import announces_fp8, check_source, choose_actions
 from octile.checkpoint.convert.share import Share, share_of
 from octile.checkpoint.convert.tensor import Action, Target, specs_after
+from octile.checkpoint.files import CONFIG
 from octile.checkpoint.fp8_layout import is_fp8
-from octile.checkpoint.hugging_face import CONFIG, storage_specs
+from octile.checkpoint.hugging_face import storage_specs
 from octile.checkpoint.shards import INDEX, SINGLE, Shards
 from octile.checkpoint.tensor_file import TensorSpec
 from octile.command_text import how_to_download
