@@ -75,8 +75,8 @@ def convert(
         TypeError: model is not a torch.nn.Module or has a weight in float64, recipe is not a Recipe, or keep not a list
             of patterns.
         ValueError: no layer would be converted; a pattern of keep matches none, or single layers of experts that would
-            be converted; an exception of the recipe matches no
-            converted layer; or a parameter is a DTensor, as after `fully_shard`.
+            be converted; an exception of the recipe matches no converted layer; or a parameter is a DTensor, as after
+            `fully_shard`.
     """
     model = apply_recipe(model, recipe, filter, keep)
     log_or_print(str(model.conversion_summary))

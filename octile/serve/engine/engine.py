@@ -460,7 +460,7 @@ class Engine:
     def _choose(self, launched: _Pass) -> _Pass:
         """Choose the tokens of a pass, whose logits a GPU may not have computed yet.
 
-        The pass is returned as it is if the host waits for each pass, or a choice raises an exception.
+        The pass is returned unchanged if the host waits for each one, or if choosing raises an exception.
         """
         scheduled, n_logits, results = launched.scheduled, launched.n_logits, launched.results
         assert results is not None  # until its tokens are chosen
@@ -829,7 +829,7 @@ def _wanted(logprobs: TokenLogprobs | None, request: Request) -> list[TokenLogpr
 
 
 def _make_pass(launched: _InFlight) -> _Pass:
-    """Make a pass of a decode step in flight: its requests get a number for the token that it chooses."""
+    """Make a pass of a decode step in flight: its requests get a placeholder for the token that it chooses."""
     choosing: list[tuple[Request, int]] = []
     for i, request in enumerate(launched.requests):
         end = len(request.tokens)
