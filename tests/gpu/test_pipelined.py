@@ -1,4 +1,4 @@
-"""`octile train` on a pipeline of two GPUs, over NCCL, compared with one: tests/train/strategy/pipeline_cases.py."""
+"""`octile train` on a pipeline of two and of four GPUs, over NCCL: tests/train/strategy/pipeline_cases.py."""
 
 import re
 from collections.abc import Callable
@@ -16,9 +16,7 @@ pytestmark = pytest.mark.timeout(400, method="thread")  # the first test runs al
 
 @pytest.fixture(scope="module")
 def failures(store, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Failures]:
-    """What went wrong, by rank."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+    """What went wrong in a world of so many GPUs, by rank."""
 
     def start(world: int, folder: str) -> None:
         start_ranks(pipeline_cases.run, (world, folder, str(store.folder), free_port(), "cuda"), world)
@@ -26,9 +24,13 @@ def failures(store, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int],
     return start_once(tmp_path_factory, "pipelined-on-gpus", start)
 
 
-@pytest.mark.parametrize("name", pipeline_cases.gpu_cases())
-def test_trainers(failures, name: str):
-    assert_passed(failures(2), name)
+@pytest.mark.parametrize(
+    ("world", "name"), [(world, name) for world in (2, 4) for name in pipeline_cases.gpu_cases(world)]
+)
+def test_trainers(failures, world: int, name: str):
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    assert_passed(failures(world), name)
 
 
 def test_a_rank_that_is_killed_among_captured_steps_is_restarted_and_resumes(text, tmp_path):

@@ -424,12 +424,14 @@ def compare_eager(ranks: Ranks, alone: Trainer, own: Trainer) -> None:
     own.strategy.check_copies()
 
 
-def check_captured(store: TokenStore, ranks: Ranks, schedule: str, recipe: str = "deepseek_v3") -> None:
+def check_captured(
+    store: TokenStore, ranks: Ranks, schedule: str, recipe: str = "deepseek_v3", dp: int = 1, ep: int = 1
+) -> None:
     """Captured steps have the losses of eager ones, and the same bits whether several are in flight or one.
 
     Held-out losses, measured between two steps with the same communicators, are those of eager steps, too.
     """
-    eager, captured, late = (of_ranks(store, ranks, schedule, recipe=recipe, optim=SLOW) for _ in range(3))
+    eager, captured, late = (of_ranks(store, ranks, schedule, dp, ep, recipe=recipe, optim=SLOW) for _ in range(3))
     try:
         compare_captured(eager, captured, late)
     finally:
@@ -458,8 +460,16 @@ def compare_captured(eager: Trainer, captured: Trainer, late: Trainer) -> None:
     assert validated == pytest.approx(eager_validated, rel=1e-2)
 
 
-def gpu_cases() -> dict[str, object]:
-    """The cases of two GPUs."""
+def gpu_cases(world: int) -> dict[str, object]:
+    """The cases of two or four GPUs."""
+    if world == 4:
+        return {
+            "captured-1f1b-4": partial(check_captured, schedule="1f1b"),
+            "captured-1f1b-dp2": partial(check_captured, schedule="1f1b", dp=2),
+            "captured-1f1b-2x2": partial(check_captured, schedule="1f1b", dp=2, ep=2),
+            "captured-dualpipe-2x2": partial(check_captured, schedule="dualpipe", dp=2, ep=2),
+            "captured-bf16-zb1p-2x2": partial(check_captured, schedule="zb1p", recipe="bf16", dp=2, ep=2),
+        }
     return {
         **{f"deepseek_v3-{name}": partial(check_on_gpus, schedule=name) for name in ("1f1b", "dualpipev")},
         **{f"captured-{name}": partial(check_captured, schedule=name) for name in SCHEDULES},
@@ -487,7 +497,7 @@ def run(
         torch.cuda.init()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     ranks, tokens = join(torch.device(device, rank if device == "cuda" else None), 60), TokenStore.open(Path(store))
-    own = gpu_cases() if device == "cuda" else cases(world)
+    own = gpu_cases(world) if device == "cuda" else cases(world)
     run_cases({name: partial(own[name], tokens, ranks) for name in names or own}, folder, rank)
     dist.barrier()
     leave()
