@@ -13,11 +13,13 @@ from statistics import fmean, stdev
 import numpy as np
 import pytest
 
+from experiments.loss.look import verdict
 from experiments.loss.noise import pairs_of
 from experiments.loss.power import LOOKS, interval_after
 from experiments.loss.report import BAR, Results, gap
 from octile.report.compare.intervals import student_interval
 from octile.text import format_percent
+from tools.write_results import planned_gaps
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "benchmarks" / "results"
@@ -309,6 +311,33 @@ def test_the_result_of_the_plan_at_81m_is_that_of_its_files(row, seeds, looks):
     interval = f"{low.removesuffix('%')} … {high}"
     text = row.format(mean=mean, deviation=deviation.removeprefix("+"), interval=interval)
     assert f"| {text} |" in page("experiments/loss/planned/README.md")
+
+
+@pytest.mark.parametrize(("recipe", "row"), [("deepseek_v3", "**`deepseek_v3`**"), ("e5m2", "the control `e5m2`")])
+def test_the_result_of_the_plan_at_35m_is_that_of_its_files(recipe, row):
+    gaps = planned_gaps("planned-30m", recipe)
+    found = student_interval(np.array(gaps))
+    assert found is not None
+    mean, deviation, low, high = (
+        f"{100 * value:+.3f}%".replace("-", "−") for value in (fmean(gaps), stdev(gaps), found.low, found.high)
+    )
+    interval = f"{low.removesuffix('%')} … {high}"
+    text = f"| {row} | {len(gaps)} | {mean} | {deviation.removeprefix('+')} | {interval} | **{verdict(found)}** |"
+    record = page("experiments/loss/planned/README.md")
+    assert text in record
+    assert f"{'E5M2 in' if recipe == 'e5m2' else 'FP8 is below BF16 in'} {sum(one < 0 for one in gaps)}" in record
+    assert span(gaps) in page("README.md")
+
+
+@pytest.mark.parametrize("name", ["docs/results/loss.md", "docs/faq.md", "docs/muon.md"])
+def test_the_interval_at_35m_stands_on_all_pages(name):
+    assert span(planned_gaps("planned-30m", "deepseek_v3")) in page(name)
+
+
+def test_the_deviation_of_a_pair_at_35m_stands_on_all_pages():
+    deviation = f"{100 * stdev(planned_gaps('planned-30m', 'deepseek_v3')):.2f}%"
+    for name in ("docs/compare.md", "benchmarks/LOG.md", "experiments/loss/noise/README.md"):
+        assert deviation in page(name)
 
 
 def test_two_pairs_at_81m_had_one_run_on_each_kind_of_machine():

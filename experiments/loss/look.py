@@ -33,21 +33,35 @@ def look(plan: Plan, runs: Sequence[Result]) -> str:
         ValueError: a run of the plan has not ended, or there are two of it, or the runs of a seed are of several kinds
             of GPU or commits.
     """
-    found = _check_complete(plan, runs)
     rows = [["recipe", "pairs", "mean gap", "deviation", "95% interval", "verdict", "gaps"]]
-    for recipe in plan.recipes:
-        pairs = [(found[plan.job_name(recipe, seed)], found[plan.job_name("bf16", seed)]) for seed in plan.seeds]
-        diverged = sum("diverged" in (run["state"], base["state"]) for run, base in pairs)
-        if diverged:
-            rows.append([recipe, str(len(pairs)), "", "", "", f"not shown: {diverged} diverged", ""])
+    for recipe, found in pair_gaps(plan, runs).items():
+        gaps = [one for one in found if one is not None]
+        if diverged := len(found) - len(gaps):
+            rows.append([recipe, str(len(found)), "", "", "", f"not shown: {diverged} diverged", ""])
             continue
-        gaps = [gap(*pair)[0] for pair in pairs]
         interval = student_interval(np.array(gaps))
         rows.append([
             recipe, str(len(gaps)), f"{statistics.fmean(gaps):+.3%}", f"{statistics.stdev(gaps):.3%}", span(interval),
             verdict(interval), ", ".join(f"{one:+.2%}" for one in gaps),
         ])  # fmt: skip
     return align_columns(rows, right={"pairs", "mean gap", "deviation", "95% interval"})
+
+
+def pair_gaps(plan: Plan, runs: Sequence[Result]) -> dict[str, list[float | None]]:
+    """Return each recipe's gaps, seed by seed; None where a run diverged.
+
+    Raises:
+        ValueError: as `look`.
+    """
+    found = _check_complete(plan, runs)
+    return {
+        recipe: [_gap(found[plan.job_name(recipe, seed)], found[plan.job_name("bf16", seed)]) for seed in plan.seeds]
+        for recipe in plan.recipes
+    }
+
+
+def _gap(run: Result, base: Result) -> float | None:
+    return None if "diverged" in (run["state"], base["state"]) else gap(run, base)[0]
 
 
 def _check_complete(plan: Plan, runs: Sequence[Result]) -> dict[str, Result]:
