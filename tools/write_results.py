@@ -187,15 +187,15 @@ def step() -> Rows:
     """Forward and backward pass compared with each peer, in CUDA graphs."""
     r, graph = record("h200_step"), ", in a CUDA graph"
     rows = [["case", "peer", "octile, ms", "peer, ms", "octile's speed / the peer's"]]
-    dense = [(peer, peer) for peer in ("compiled BF16", "torchao tensorwise", "torchao blockwise", "torchao rowwise")]
-    for case, ours, peers in (
-        ("dense decoder", "octile, compiled", dense),
-        ("V3 rank slice", "octile", [("compiled BF16", "compiled BF16")]),
+    dense = ("compiled BF16", "torchao tensorwise", "torchao blockwise", "torchao rowwise")
+    for case, peers in (
+        ("dense decoder", dense),
+        ("V3 rank slice", ("BF16", "compiled BF16")),
     ):
-        for name, peer in peers:
-            times = (r.value(case, f"forward + backward, {who}{graph}") for who in (ours, name))
+        for peer in peers:
+            times = (r.value(case, f"forward + backward, {who}{graph}") for who in ("octile, compiled", peer))
             speed = r.ratio(case, "forward + backward", peer)
-            rows.append([case, name, *(number(time, 2) for time in times), ratio(speed, 3)])
+            rows.append([case, peer, *(number(time, 2) for time in times), ratio(speed, 3)])
     return rows
 
 
@@ -212,12 +212,10 @@ def saved_bytes() -> Rows:
     """Bytes saved for backward, and the step's time with them."""
     r = record("h200_step")
     rows = [["case", "octile", "bytes a token and layer", "bytes / compiled BF16's", "step, ms"]]
-    named = {row["what"] for row in r.rows}
     for case, left_out in (("dense decoder", set()), ("V3 rank slice", DENSE_ONLY)):
         for name in (name for name in VARIANTS if name not in left_out):
-            recorded = name if f"saved, {name}" in named else name.replace("recomputed", "again")  # until 23 November
-            saved = r.row(case, f"saved, {recorded}")
-            time = r.value(case, f"forward + backward, {recorded}, in a CUDA graph")
+            saved = r.row(case, f"saved, {name}")
+            time = r.value(case, f"forward + backward, {name}, in a CUDA graph")
             share = ratio(saved["against"]["ratio"], 3)
             rows.append([case, VARIANTS[name], number(saved["value"]), share, number(time, 2)])
     return rows

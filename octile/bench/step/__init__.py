@@ -119,7 +119,7 @@ def dense(sizes: Sizes, device: str, begin: float) -> Iterator[Row]:
     }
     works = {name: work for name, work in works.items() if work.optimizer is not None and name != COMPILED}
     _clean()
-    works |= _prepare(f"{case} + AdamW", masters, begin)
+    works |= _prepare(f"{case} + AdamW", masters, time.monotonic())  # seconds, as nothing is compiled
     yield from _times(case, OPTIMIZED, works, tokens, graphs=(BF16, OCTILE, MAIN_GRAD))
     if BF16 in works:  # no masters, moments in BF16: the fastest optimizer, but it does not preserve the loss
         works[BF16].optimizer = torch.optim.AdamW(works[BF16].model.parameters(), lr=1e-5, fused=True)
