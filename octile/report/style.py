@@ -164,13 +164,23 @@ def style_axes(axes: "Axes", x: str | None, y: str) -> None:
         axes.set_xlabel(x, loc="right")
 
 
-def step_axis(axes: "Axes", last_step: float) -> None:
-    """Set an x axis of whole steps from zero to `last_step`, at least 1."""
+def step_axis(axes: "Axes", last_step: float, intervals: int = 6) -> None:
+    """Set an x axis of whole steps from zero to `last_step`, at least 1, with at most `intervals` between its ticks."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlim(0, max(last_step, 1) * 1.01)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=intervals, integer=True))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+
+
+def plain_log_ticks(axes: "Axes") -> None:
+    """Label a logarithmic y axis 0.5, 1, 2 instead of 10⁰; a wide one 0.1, 1, 10. Its limits must be final."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,), numticks=6))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def key_axis(axes: "Axes", positions: Sequence[float], labels: Sequence[str], **text: Any) -> None:

@@ -67,6 +67,27 @@ def tile_scales(step: int) -> dict[str, Any]:
     return {"step": step, "tile_scales": {o: {"log2": log2, "count": count} for o, (log2, count) in operands.items()}}
 
 
+def telemetry(step: int, layer: str, product: str, operand: str | None = None, **changes: Any) -> dict[str, Any]:
+    """Make a row of telemetry of an operand, or of a GEMM; `changes` has underflows and saturated for their keys."""
+    row = {"step": step, "layer": f"model.layers.{layer}", "product": product}
+    if operand is None:
+        return row | {"outputs": 1024, "quantization_snr_db": 30.0, "quantization_bias": 0.0} | changes
+    errors = {"underflows%": changes.pop("underflows", 0.0), "overflows%": changes.pop("saturated", 0.0)}
+    return row | {"operand": operand, "cur_amax": 1.0, "snr_db": None, **errors} | changes
+
+
+def measured_step(step: int) -> list[dict[str, Any]]:
+    """Make the rows of telemetry of a step: wgrad of layer 1 has the lowest SNR, and its dy the most underflows."""
+    rows = []
+    for layer in range(4):
+        for product, operand, amax in (("fprop", "x", 8.0), ("dgrad", "dy", 1e-3), ("wgrad", "dy", 2e-3)):
+            lost = 0.5 if (layer, product) == (1, "wgrad") else 0.01 * layer
+            name = f"{layer}.mlp.down_proj"
+            rows.append(telemetry(step, name, product, operand, cur_amax=amax, underflows=lost))
+            rows.append(telemetry(step, name, product, quantization_snr_db=30.0 - 10 * lost - 1 / step))
+    return rows
+
+
 def complete_run() -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     for step in range(1, 41):
@@ -79,18 +100,28 @@ def complete_run() -> list[dict[str, Any]]:
 
 
 def write_run(
-    folder: Path, metrics: list[dict[str, Any]] | str, config: Any = CONFIG, summary: Any = SUMMARY, sample: str = ""
+    folder: Path,
+    metrics: list[dict[str, Any]] | str,
+    config: Any = CONFIG,
+    summary: Any = SUMMARY,
+    sample: str = "",
+    telemetry: list[dict[str, Any]] | str = "",
 ) -> Path:
-    """Write a run folder from records, or from the text of metrics.jsonl."""
+    """Write a run folder from records, or from the text of metrics.jsonl and telemetry.jsonl."""
     folder.mkdir(exist_ok=True)
-    text = metrics if isinstance(metrics, str) else "".join(json.dumps(record) + "\n" for record in metrics)
-    (folder / "metrics.jsonl").write_text(text)
+    (folder / "metrics.jsonl").write_text(_lines(metrics))
     (folder / "config.json").write_text(json.dumps(config))
     if summary:
         (folder / "summary.json").write_text(json.dumps(summary))
     if sample:
         (folder / "sample.txt").write_text(sample)
+    if telemetry:
+        (folder / "telemetry.jsonl").write_text(_lines(telemetry))
     return folder
+
+
+def _lines(records: list[dict[str, Any]] | str) -> str:
+    return records if isinstance(records, str) else "".join(json.dumps(record) + "\n" for record in records)
 
 
 @pytest.fixture

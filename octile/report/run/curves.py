@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from octile.report.run.metrics import Floats, Run, as_float, last_known, smooth
-from octile.report.style import COLOR, label_ends, line, noisy_line, step_axis, style_axes
+from octile.report.style import COLOR, label_ends, line, noisy_line, plain_log_ticks, step_axis, style_axes
 from octile.text import format_quantity
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MAX_LOSS_FOR_PERPLEXITY = 20.0  # nats per token; far worse than guessing, so that a perplexity is meaningless
@@ -159,7 +158,7 @@ def draw_gradient(figure: "Figure", run: Run) -> None:
     values = np.where(values > 0, values, np.nan)
     noisy_line(axes, steps, values, COLOR["blue"])
     axes.set_yscale("log")
-    _plain_log_ticks(axes)
+    plain_log_ticks(axes)
     step_axis(axes, run.last_step)
     limit = as_float(run.fact("clip"))
     if math.isfinite(limit):
@@ -213,12 +212,3 @@ def caption_throughput(run: Run) -> str:
 
 def _finite(values: Floats) -> Floats:
     return values[np.isfinite(values)]
-
-
-def _plain_log_ticks(axes: "Axes") -> None:
-    """Label a logarithmic axis 0.5, 1, 2 instead of 10⁰, because most norms stay within two decades."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=6))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())

@@ -13,6 +13,9 @@ metrics.jsonl has one JSON object a line; a line's keys tell its kind:
 A run that was stopped and resumed writes some steps twice. A training line at step s discards all earlier lines about
 later steps, and of two lines about one step the later one counts. A damaged line (`octile.report.run.lines`), such as
 the last one of a killed run, is counted and left out.
+
+telemetry.jsonl, of a run with telemetry, has a line for each operand and each GEMM of a measured step
+(`octile.lab.telemetry`).
 """
 
 import json
@@ -38,6 +41,10 @@ KINDS = {
     "stops": "stopped",
 }
 
+TELEMETRY = "telemetry.jsonl"
+TELEMETRY_NAMES = ("step", "layer", "product", "operand")
+TELEMETRY_STATISTICS = ("quantization_snr_db", "underflows%", "overflows%", "cur_amax")  # that reports show
+
 
 @dataclass(frozen=True)
 class Run:
@@ -54,7 +61,8 @@ class Run:
         training, validation, experts, tile_scales, stops: the records of each kind in order of their steps, each step
             once.
         guards: {"step", "guards": the rules that fired at this step}, in order of the steps.
-        unreadable_lines: lines of metrics.jsonl that could not be read.
+        telemetry: the rows of telemetry.jsonl with those of their statistics that reports show, in order of the steps.
+        unreadable_lines: for each of the two files, how many lines could not be read.
     """
 
     config: Record
@@ -66,7 +74,8 @@ class Run:
     tile_scales: tuple[Record, ...]
     stops: tuple[Record, ...]
     guards: tuple[Record, ...]
-    unreadable_lines: int
+    telemetry: tuple[Record, ...]
+    unreadable_lines: dict[str, int]
 
     def series(self, key: str) -> tuple[Floats, Floats]:
         """Steps and values (float64, NaN where a value is not a number) of the records that have `key`."""
@@ -98,7 +107,7 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run folder: config.json, metrics.jsonl, and summary.json and sample.txt if they are there.
+    """Read a run folder: config.json, metrics.jsonl, and summary.json, sample.txt and telemetry.jsonl if they exist.
 
     Raises:
         FileNotFoundError: the folder, its config.json or its metrics.jsonl is missing.
@@ -114,7 +123,9 @@ def read_run(folder: Path) -> Run:
     sample_path = folder / "sample.txt"
     sample = sample_path.read_text(encoding="utf-8", errors="replace") if sample_path.exists() else None
     kinds, unreadable = _replay((folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace"))
-    return Run(config, summary, sample, **kinds, unreadable_lines=unreadable)
+    telemetry, unreadable_telemetry = _read_telemetry(folder / TELEMETRY)
+    unreadable_lines = {"metrics.jsonl": unreadable, TELEMETRY: unreadable_telemetry}
+    return Run(config, summary, sample, **kinds, telemetry=telemetry, unreadable_lines=unreadable_lines)
 
 
 def _replay(text: str) -> tuple[dict[str, tuple[Record, ...]], int]:
@@ -138,6 +149,23 @@ def _replay(text: str) -> tuple[dict[str, tuple[Record, ...]], int]:
         if isinstance(guard := record.get("guard"), dict):
             history["guards"].setdefault(step, {"step": step, "guards": []})["guards"].append(guard)
     return {kind: tuple(by_step[s] for s in sorted(by_step)) for kind, by_step in history.items()}, unreadable
+
+
+def _read_telemetry(path: Path) -> tuple[tuple[Record, ...], int]:
+    """The rows of telemetry.jsonl, of those about one step, GEMM and operand the last, and the unreadable lines."""
+    rows: dict[tuple[Any, ...], Record] = {}
+    unreadable = 0
+    if not path.exists():
+        return (), unreadable
+    with path.open("rb") as lines:
+        for line in filter(bytes.strip, lines):
+            row = parse_line(line, is_telemetry=True)
+            if row is None:
+                unreadable += 1
+                continue
+            key = row["step"], row["layer"], row["product"], row.get("operand")
+            rows[key] = {name: row[name] for name in (*TELEMETRY_NAMES, *TELEMETRY_STATISTICS) if name in row}
+    return tuple(sorted(rows.values(), key=lambda row: row["step"])), unreadable
 
 
 def _read_object(path: Path) -> Record:

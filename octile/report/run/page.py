@@ -10,13 +10,13 @@ import numpy as np
 
 from octile.checkpoint.files import write_text
 from octile.report.page import render
-from octile.report.run import curves, experts_and_scales
+from octile.report.run import curves, experts_and_scales, telemetry
 from octile.report.run.memorization import find_memorization
-from octile.report.run.metrics import Run, as_float, find, flatten, last_known, read_run
+from octile.report.run.metrics import TELEMETRY_STATISTICS, Run, as_float, find, flatten, last_known, read_run
 from octile.report.run.spikes import find_spikes
 from octile.report.style import HALF, PHONE, THIRD, WIDE, save_drawing
 from octile.report.svg import Chart, make_chart
-from octile.text import escape_control_characters, format_duration, format_flops, format_quantity
+from octile.text import escape_control_characters, format_count, format_duration, format_flops, format_quantity
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,7 +39,7 @@ class RunFigure:
 
     def exists(self, run: Run) -> bool:
         """Whether the run recorded what the figure shows, so that the figure is not empty."""
-        records = (*run.training, *run.validation, *run.experts, *run.tile_scales)
+        records = (*run.training, *run.validation, *run.experts, *run.tile_scales, *run.telemetry)
         values = (record[key] for record in records for key in self.keys if key in record)
         recorded = any(isinstance(value, dict) or math.isfinite(as_float(value)) for value in values)
         return recorded and self.has_points(run)
@@ -92,16 +92,26 @@ FIGURES = {
         230,
         experts_and_scales.has_scales,
     ),
+    "telemetry": RunFigure(
+        "FP8 errors",
+        TELEMETRY_STATISTICS,
+        telemetry.draw_telemetry,
+        telemetry.caption_telemetry,
+        WIDE,
+        230,
+        telemetry.has_telemetry,
+    ),
 }
 NAMED_GEMMS = 4  # of those that guards switched; metrics.jsonl has all
-PHONE_HEIGHT = {"loss": 300, "tile_scales": 420}
+PHONE_HEIGHT = {"loss": 300, "tile_scales": 420, "telemetry": 540}
 
 
 def write_run_report(run: Path) -> Path:
     """Write RUN/report.html from what the run has recorded so far.
 
-    Reads config.json and metrics.jsonl, and summary.json and sample.txt if they exist. A run that has just begun, was
-    killed or was resumed is reported as far as it went. The same files always give the same page, byte for byte.
+    Reads config.json and metrics.jsonl, and summary.json, sample.txt and telemetry.jsonl if they exist. A run that has
+    just begun, was killed or was resumed is reported as far as it went. The same files always give the same page, byte
+    for byte.
 
     Args:
         run: the run folder.
@@ -122,6 +132,7 @@ def write_run_report(run: Path) -> Path:
         facts=_facts(records),
         notices=_notices(records),
         charts={name: _chart(name, figure, records) for name, figure in FIGURES.items() if figure.exists(records)},
+        worst_gemms=telemetry.worst_gemms(records),
         sample=_sample(records),
         configuration=flatten(records.config),
     )
@@ -136,7 +147,7 @@ def save_figure(run: Path, name: str, path: Path) -> Path:
     Args:
         run: the run folder.
         name: one of "loss", "learning_rate", "schedule", "gradient", "expert_load", "imbalance", "tile_scales",
-            "throughput".
+            "throughput", "telemetry".
         path: where to write; ends in .png or .svg.
 
     Raises:
@@ -271,9 +282,10 @@ def _notices(run: Run) -> list[str]:
         notices.append("No training step has been recorded yet.")
     if run.experts and not experts_and_scales.has_load(run):
         notices.append("No expert has received a token.")
-    if run.unreadable_lines:
-        lines = "1 line" if run.unreadable_lines == 1 else f"{run.unreadable_lines:,} lines"
-        notices.append(f"{lines} of metrics.jsonl could not be read and are not included here.")
+    for file, count in run.unreadable_lines.items():
+        if count:
+            were = "was" if count == 1 else "were"
+            notices.append(f"{format_count(count, 'line')} of {file} could not be read and {were} left out here.")
     return notices
 
 

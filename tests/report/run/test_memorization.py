@@ -12,7 +12,7 @@ def run(held_out: list[float], training_loss: list[float]) -> Run:
     steps = range(2, 2 * len(held_out) + 1, 2)
     lines = [training(s - 1 + n, main_loss=loss) for s, loss in zip(steps, training_loss, strict=True) for n in (0, 1)]
     validations = tuple(validation(s, loss) for s, loss in zip(steps, held_out, strict=True))
-    return Run({}, {}, None, tuple(lines), validations, (), (), (), (), 0)
+    return Run({}, {}, None, tuple(lines), validations, (), (), (), (), (), {})
 
 
 def test_a_run_memorizes_after_its_lowest_held_out_loss():

@@ -44,13 +44,13 @@ def test_a_validation_written_before_its_training_line_is_read(tmp_path):
 
 def test_a_truncated_last_line_is_counted_and_left_out(tmp_path):
     run = read_run(folder_with(tmp_path, TRAINING % (1, 8, 1) + '{"step": 2, "lo'))
-    assert (len(run.training), run.unreadable_lines) == (1, 1)
+    assert (len(run.training), run.unreadable_lines["metrics.jsonl"]) == (1, 1)
 
 
 @pytest.mark.parametrize("line", ["[1]", "7", '"step"', '{"loss": 1}', '{"step": null, "loss": 1}', "\x00"])
 def test_a_line_that_is_no_record_is_left_out(tmp_path, line):
     run = read_run(folder_with(tmp_path, line + "\n" + TRAINING % (1, 8, 1)))
-    assert (len(run.training), run.unreadable_lines) == (1, 1)
+    assert (len(run.training), run.unreadable_lines["metrics.jsonl"]) == (1, 1)
 
 
 @pytest.mark.parametrize("loss", ["NaN", "Infinity", "null", '"broken"'])

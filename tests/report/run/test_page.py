@@ -302,7 +302,9 @@ def test_a_stop_after_which_a_run_went_on_is_not_reported(make_run, after):
 
 @pytest.mark.usefixtures("without_figures")
 def test_unreadable_lines_are_reported(make_run):
-    assert "1 line of metrics.jsonl could not be read" in read_page(write_run_report(make_run('{"st'))).words
+    words = read_page(write_run_report(make_run('{"st', telemetry='{"step": 1\n{"step": 2}\n'))).words
+    assert "1 line of metrics.jsonl could not be read and was left out here." in words
+    assert "2 lines of telemetry.jsonl could not be read and were left out here." in words
 
 
 @pytest.mark.slow
