@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from octile.checkpoint.files import check_output_file
 from octile.models.config import PRESETS, ModelConfig
+from octile.options import Given
 from octile.parallel.schedules import SCHEDULES, Costs, StageCosts
 from octile.plan.exchange import experts_at_equal_cost
 from octile.plan.hardware import Cluster, read_cluster
@@ -132,6 +133,17 @@ class Result:
     plan: StepPlan
     search: Search
     replicas: ReplicaTimes | None
+
+
+def read(given: Given) -> Options:
+    """Make the options of a command.
+
+    Raises:
+        ValueError: a value is invalid, or two options exclude each other.
+    """
+    given.check_one_of("preset", "model")
+    options: Options = given.build()
+    return options
 
 
 def run(options: Options) -> None:

@@ -131,6 +131,7 @@ def test_published_figures_are_listed_with_the_error_of_the_plan(capsys, folder)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (("--preset", "tiny", "--model", "."), "--preset and --model exclude each other: give one of them"),
         (("--preset", "v9"), "unknown preset 'v9'; there are tiny"),
         (("--cluster", "moon"), "unknown cluster 'moon'; there are h100_8, h200_2048"),
         (("--cluster", "moon.toml"), "cluster file 'moon.toml' does not exist"),
