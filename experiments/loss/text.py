@@ -180,9 +180,9 @@ def pack(store: Path, folder: Path) -> None:
     """Write folder/part1, folder/part2, …, each of at most PART_BYTES, with chunks that are compressed one by one."""
     chunks = [
         (f"{name}.{number:03}.xz", content[begin : begin + CHUNK_BYTES])
-        for name in (MANIFEST, *FILES)
+        for name in (MANIFEST, LEFT_OUT, *FILES)
         for content in [(store / name).read_bytes()]
-        for number, begin in enumerate(range(0, len(content), CHUNK_BYTES))
+        for number, begin in enumerate(range(0, max(len(content), 1), CHUNK_BYTES))  # an empty file has a chunk
     ]
     part, size = 1, 0
     with ProcessPoolExecutor(2) as pool:
@@ -209,7 +209,7 @@ def unpack(store: Path, parts: list[Path]) -> None:
     """
     chunks = sorted((p for part in parts for p in part.glob("*.xz")), key=lambda p: p.name)
     store.mkdir(parents=True, exist_ok=True)
-    for name in (*FILES, MANIFEST):
+    for name in (*FILES, LEFT_OUT, MANIFEST):
         own = [chunk for chunk in chunks if chunk.name.startswith(f"{name}.")]
         if not own:
             raise FileNotFoundError(f"no chunk of {name} in {', '.join(map(str, parts))}")

@@ -81,6 +81,14 @@ def parts_with(packed, chunk):
     return {part for part in packed.iterdir() if any(part.glob(chunk))}
 
 
+@pytest.mark.parametrize("left_out", ["", "empty: a.txt\nduplicate: b.txt\n"], ids=["nothing", "files"])
+def test_the_names_of_what_was_left_out_are_packed_too(store, tmp_path, left_out):
+    (store.folder / "left_out.txt").write_text(left_out)
+    pack(store.folder, tmp_path / "packed")
+    unpack(tmp_path / "there", list((tmp_path / "packed").iterdir()))
+    assert (tmp_path / "there" / "left_out.txt").read_text() == left_out
+
+
 @pytest.mark.slow
 def test_a_packed_store_is_restored_unchanged(store, packed, tmp_path):
     parts = list(packed.iterdir())
