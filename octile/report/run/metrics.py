@@ -4,7 +4,7 @@ metrics.jsonl has one JSON object a line; a line's keys tell its kind:
 
     training      {"step", "loss", "main_loss", "mtp_loss", "balance_loss", "lr", "grad_norm", "tokens", …}
                   and "indexer_loss" with indexers
-    validation    {"step", "val_loss", "val_tokens"}
+    validation    {"step", "val_loss", "val_tokens": predicted tokens, of which val_loss is the mean}
     experts       {"step", "expert_load": {layer: [tokens of each expert]}}
     tile scales   {"step", "tile_scales": {operand: {"log2": […], "count": […]}}}
     stops         {"step", "stopped": why this step ended the run}

@@ -56,8 +56,11 @@ class Evaluator:
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
-        """The held-out loss of the main head in nats per token, and that of the averaged weights, if any."""
-        tokens = self.held_out.numel() if self._labels_2 is None else int(self._labels_2[0])
+        """The held-out loss of the main head in nats per token, and that of the averaged weights, if any.
+
+        `val_tokens` is how many tokens are predicted: S − 1 of a window, and of a packed one those with a loss.
+        """
+        tokens = self.held_out[:, 1:].numel() if self._labels_2 is None else int(self._labels_2[0])
         line = {"val_loss": self._held_out_loss(), "val_tokens": tokens}
         if self._ema:
             with self.averaged():

@@ -17,6 +17,11 @@ def test_the_mean_token_loss_is_the_held_out_loss(new_trainer, recipe):
     )
 
 
+def test_the_first_token_of_a_window_is_not_counted_as_predicted(new_trainer):
+    evaluator = new_trainer().evaluator
+    assert evaluator.validate()["val_tokens"] == evaluator.token_losses().numel()
+
+
 def test_no_tensor_of_a_batch_outlives_it(new_trainer, monkeypatch):
     storages = []
 
