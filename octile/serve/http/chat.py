@@ -124,6 +124,7 @@ class ChatTemplate:
 
     Attributes:
         is_plain: whether the tokenizer has no template of its own.
+        texts: the template and that for requests with tools; None where there is none.
         reads_clock: whether what it writes may depend on the time.
         stop: strings that end an answer besides those of the request.
 
@@ -133,6 +134,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer, source: str | None, tool_use: str | None = None):
         self.is_plain, self.stop = source is None, PLAIN_STOP if source is None else ()
+        self.texts = source, tool_use
         self._tokenizer = tokenizer
         self._backend = type(tokenizer.backend).from_str(tokenizer.backend.to_str())
         self._backend.encode_special_tokens = False  # those that the template writes

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from octile.checkpoint.files import checksum
 from octile.serve.http.chat import ChatTemplate
-from octile.tokenizer import CHAT_TEMPLATE, Tokenizer
+from octile.tokenizer import Tokenizer
 from octile.train.data.corpus import LeftOut
 from octile.train.data.corpus_index import BYTES_PER_TOKEN, CorpusIndex
 from octile.train.data.examples import Example, read_examples
@@ -29,7 +29,7 @@ from octile.train.data.packed_tokens import FIRST, LOSS, best_fit
 from octile.train.data.prepare import Progress, reuse_or_build, versions
 from octile.train.data.token_store import LEFT_OUT, PARTS, Manifest, Packed, TokenStore, TokenWriter
 from octile.train.run.source_digest import source_digest
-from octile.validation import json_checksum, read_text
+from octile.validation import json_checksum
 
 PREPARED_BY = (  # the source on which the tokens of examples depend
     "added_tokens.py",
@@ -93,16 +93,15 @@ def prepare_examples(
     progress("reading", 0.0)
     loaded = Tokenizer.load(tokenizer)
     template = ChatTemplate.load(Path(tokenizer), loaded)
-    kept = _with_template(loaded, Path(tokenizer))
     settings = {
         "text": checksum(source)["sha256"],
         "preparation": source_digest(PREPARED_BY),
         "versions": versions("tokenizers", "jinja2"),
         "sequence_length": sequence_length,
         "held_out_sequences": held_out_sequences,
-        "tokenizer": json_checksum([kept.fingerprint, kept.config]),
+        "tokenizer": json_checksum([loaded.fingerprint, loaded.config, template.texts]),
     }
-    build = partial(_build, source=source, settings=settings, tokenizer=kept, template=template, progress=progress)
+    build = partial(_build, source=source, settings=settings, tokenizer=loaded, template=template, progress=progress)
     return reuse_or_build(folder, str(source), settings, build, say, reuse=not template.reads_clock)
 
 
@@ -210,11 +209,3 @@ def _write(
             max_texts = max(max_texts, len(sequence) + bool(left))
             padding += left
     return max_texts, padding
-
-
-def _with_template(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
-    """The tokenizer with the folder's chat template in its configuration, so that the model is saved with it."""
-    file = folder / CHAT_TEMPLATE
-    if not file.is_file():
-        return tokenizer
-    return Tokenizer(tokenizer.backend, {**tokenizer.config, "chat_template": read_text(file)})

@@ -129,14 +129,16 @@ def test_the_same_file_gives_the_same_tokens(tokenizer, tmp_path, monkeypatch):
     assert digests[0] == digests[1]
 
 
-def test_the_chat_template_of_the_folder_goes_with_the_tokenizer(prepared, tokenizer):
+def test_examples_are_rendered_by_the_folders_template_which_stays_out_of_the_tokenizers_configuration(
+    prepared, tokenizer
+):
     file = tokenizer / "chat_template.jinja"
     file.write_text(TEMPLATE)
     try:
         store = prepared(TALK, {"text": "hello"})
     finally:
         file.unlink()
-    assert store.tokenizer.config["chat_template"] == TEMPLATE
+    assert "chat_template" not in store.tokenizer.config  # `prepare_tokens` copies the file
     assert "good day" in [loss for _, loss in texts(store)]
 
 
@@ -234,7 +236,7 @@ def test_examples_in_the_folder_are_used_again(again, tmp_path):
     assert again(folder=tmp_path / "same") == ("", False)
 
 
-@pytest.mark.parametrize("change", ["length", "examples", "template", "code", "versions"])
+@pytest.mark.parametrize("change", ["length", "examples", "template", "template for tools", "code", "versions"])
 def test_other_examples_or_settings_are_prepared_anew(again, tokenizer, tmp_path, monkeypatch, change):
     other = tmp_path / "tokenizer"
     shutil.copytree(tokenizer, other)
@@ -248,6 +250,11 @@ def test_other_examples_or_settings_are_prepared_anew(again, tokenizer, tmp_path
         monkeypatch.setattr("octile.train.data.prepare.version_of", lambda package: f"{package} 99")
     if change == "template":
         (other / "chat_template.jinja").write_text(TEMPLATE)
+    if change == "template for tools":
+        (other / "chat_template.jinja").write_text(TEMPLATE)
+        again(tokenizer=other)
+        (other / "additional_chat_templates").mkdir()
+        (other / "additional_chat_templates" / "tool_use.jinja").write_text(TEMPLATE)
     assert again(length=33 if change == "length" else 32, tokenizer=other) == ("", True)
 
 
