@@ -20,7 +20,7 @@ from octile.command_text import quoted_path
 from octile.extras import require
 from octile.kernels import backends, cpu, disk_cache
 from octile.parallel.links import describe_dispatch, describe_nodes, find_links
-from octile.report.console import Console
+from octile.report.console import Console, progress_bar
 from octile.report.machine import machine, version_of
 from octile.text import format_bytes, format_count
 from octile.train.data import token_cache
@@ -116,11 +116,12 @@ def check_architecture(name: str, architecture: str) -> None:
         raise ValueError(f"{name} must be one of {', '.join(ARCHITECTURES)}, not {architecture!r}")
 
 
-def compile_kernels(architecture: str | None) -> dict[str, Any]:
-    """Compile the kernels and list the resources that they use. Needs no GPU.
+def compile_kernels(architecture: str | None, is_quiet: bool = False) -> dict[str, Any]:
+    """Compile the kernels and list the resources that they use. Needs no GPU. A terminal shows a bar meanwhile.
 
     Args:
         architecture: "sm_80", "sm_86", "sm_89", "sm_90" or "sm_100"; None: that of the GPU, or sm_90 without one.
+        is_quiet: show no bar.
 
     Returns:
         {"architecture", "compilers", "rows"}. A row has "kernel", "case", "registers", "stack_bytes" and
@@ -132,34 +133,38 @@ def compile_kernels(architecture: str | None) -> dict[str, Any]:
         ValueError: the architecture is none of these.
     """
     require("triton", extra="cuda")
-    from octile.kernels.triton.compile_all import compile_all
+    from octile.kernels.triton.compile_all import cases, compile_all
 
     if architecture is None and torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         architecture = f"sm_{major}{minor}"
     generation = (architecture or "sm_90").removesuffix("a")  # sm_90a has all that sm_90 has
-    rows = [asdict(kernel) for kernel in compile_all(generation)]
+    with progress_bar("compiling Triton kernels", len(cases()), is_quiet) as advance:
+        rows = [asdict(kernel) for kernel in compile_all(generation, advance)]
     compilers = [f"Triton {version_of('triton')}"]
     if generation == "sm_90":
-        found, used = _compile_cuda()
+        found, used = _compile_cuda(is_quiet)
         rows, compilers = rows + found, compilers + used
     return {"architecture": generation, "compilers": compilers, "rows": rows}
 
 
-def _compile_cuda() -> tuple[list[dict[str, Any]], list[str]]:
+def _compile_cuda(is_quiet: bool) -> tuple[list[dict[str, Any]], list[str]]:
     """Compile the CUDA C++ kernels with NVRTC and, to time it, with NVCC. Return their rows and the compilers."""
-    from octile.kernels.cuda import compile_all
+    from octile.kernels.cuda.compile_all import compile_concurrently, specializations
     from octile.kernels.cuda.jit import compiler
 
     rows: list[dict[str, Any]] = []
     used: list[str] = []
+    with Console(stderr=True, quiet=is_quiet).status("planning CUDA C++ kernels"):
+        kernels = specializations()
     for name in ("nvrtc", "nvcc"):
         with _environment(compiler.SETTING, name):
             try:
                 used.append(compiler.compiler())
             except FileNotFoundError:  # NVCC is optional
                 break
-            found = [asdict(kernel) for kernel in compile_all.compile_all("sm_90a")]
+            with progress_bar(f"compiling CUDA C++ kernels, {name}", len(kernels), is_quiet) as advance:
+                found = [asdict(kernel) for kernel in compile_concurrently(kernels, advance)]
         rows = rows or found
         for row, compiled in zip(rows, found, strict=True):
             row[f"{name}_seconds"] = compiled["seconds"]

@@ -33,5 +33,5 @@ def run(options: Options) -> None:
         check_architecture("compile", options.compile)
     found = examine()
     if options.kernels or options.compile:
-        found["kernels"] = compile_kernels(options.compile)
+        found["kernels"] = compile_kernels(options.compile, is_quiet=options.json)
     show(found, as_json=options.json)

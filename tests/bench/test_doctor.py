@@ -341,27 +341,46 @@ def test_the_table_of_kernels_names_architecture_and_compilers(capsys, with_kern
 
 @pytest.fixture
 def compilers_used(monkeypatch):
-    """The CUDA kernels' compile_all, which compiles nothing; returns the compilers that were asked."""
+    """Have no CUDA kernel compiled, and return the compilers that were asked."""
     from octile.kernels.cuda import compile_all
     from octile.kernels.cuda.jit import compiler
 
     asked = []
 
-    def fake(architecture):
+    def fake(kernels, advance):
         asked.append(os.environ[compiler.SETTING])
+        advance(len(kernels))
         return [compile_all.CompiledKernel("product", "a", 168, 0, 0, 100, float(len(asked)), "")]
 
-    monkeypatch.setattr(compile_all, "compile_all", fake)
+    monkeypatch.setattr(compile_all, "specializations", lambda: ["product"])
+    monkeypatch.setattr(compile_all, "compile_concurrently", fake)
     monkeypatch.setattr(compiler, "compiler", lambda: os.environ[compiler.SETTING])
     monkeypatch.delenv(compiler.SETTING, raising=False)
     return asked
 
 
 def test_both_compilers_are_timed(compilers_used):
-    (row,), compilers = doctor._compile_cuda()
+    (row,), compilers = doctor._compile_cuda(is_quiet=True)
     assert (row["nvrtc_seconds"], row["nvcc_seconds"]) == (1.0, 2.0)
     assert compilers == compilers_used == ["nvrtc", "nvcc"]
     assert "OCTILE_CUDA_COMPILER" not in os.environ
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["table", "JSON"])
+def test_a_terminal_shows_what_is_compiled_but_for_json(compilers_used, monkeypatch, capsys, options):
+    from octile import cli
+    from octile.kernels.triton import compile_all
+
+    def compile_none(architecture, advance):
+        advance(len(compile_all.cases()))
+        return []
+
+    monkeypatch.setattr(compile_all, "compile_all", compile_none)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    cli.main(["doctor", "--compile", "sm_90", *options])
+    shown = capsys.readouterr().err
+    for what in ("Triton kernels", "CUDA C++ kernels, nvrtc", "CUDA C++ kernels, nvcc"):
+        assert (f"compiling {what}" in shown) == (options == [])
 
 
 def test_without_nvcc_only_nvrtc_is_timed(compilers_used, monkeypatch):
@@ -373,7 +392,7 @@ def test_without_nvcc_only_nvrtc_is_timed(compilers_used, monkeypatch):
         return "nvrtc"
 
     monkeypatch.setattr(compiler, "compiler", find)
-    (row,), compilers = doctor._compile_cuda()
+    (row,), compilers = doctor._compile_cuda(is_quiet=True)
     assert row["nvrtc_seconds"] == 1.0
     assert "nvcc_seconds" not in row
     assert compilers == ["nvrtc"]

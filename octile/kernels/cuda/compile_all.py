@@ -1,7 +1,7 @@
 """Compile all of octile's CUDA kernels without a GPU: those of the catalogs, with what each one uses."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -53,22 +53,21 @@ class CompiledKernel:
     warnings: str
 
 
-def compile_all(architecture: str = "sm_90a") -> list[CompiledKernel]:
-    """Compile every kernel of the catalogs, or read it from the disk cache.
+def compile_concurrently(
+    kernels: Iterable[Specialization], advance: Callable[[int], object] = lambda n: None
+) -> list[CompiledKernel]:
+    """Compile as many kernels at a time as there are CPUs, or read them from the disk cache.
 
-    Raises:
-        ValueError: the architecture is not sm_90a: the kernels are written for Hopper.
-        RuntimeError: a kernel does not compile.
+    Args:
+        kernels: the kernels.
+        advance: called with 1 for each kernel, in their order, once it is compiled.
     """
-    if architecture != "sm_90a":
-        raise ValueError(f"architecture must be sm_90a, not {architecture!r}")
-    return compile_concurrently(specializations())
-
-
-def compile_concurrently(kernels: Iterable[Specialization]) -> list[CompiledKernel]:
-    """Compile as many kernels at a time as there are CPUs, or read them from the disk cache."""
+    compiled = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(_compile, kernels))
+        for kernel in pool.map(_compile, kernels):
+            compiled.append(kernel)
+            advance(1)
+    return compiled
 
 
 def compile_gemm(case: str, config: GemmConfig) -> CompiledKernel:

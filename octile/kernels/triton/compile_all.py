@@ -7,6 +7,7 @@ code for a given architecture.
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,11 +81,12 @@ class CompiledTritonKernel:
     shared_bytes: int
 
 
-def compile_all(architecture: str) -> list[CompiledTritonKernel]:
+def compile_all(architecture: str, advance: Callable[[int], object] = lambda n: None) -> list[CompiledTritonKernel]:
     """Compile every kernel in all forms that training and serving use, with and without launches that overlap.
 
     Args:
         architecture: one of `ARCHITECTURES`, such as "sm_90".
+        advance: called with 1 after each of `cases`.
 
     Raises:
         ValueError: architecture is another one.
@@ -92,7 +94,7 @@ def compile_all(architecture: str) -> list[CompiledTritonKernel]:
     if architecture not in ARCHITECTURES:
         raise ValueError(f"architecture must be one of {', '.join(ARCHITECTURES)}, not {architecture!r}")
     compiled = {}
-    for case, launch in _cases().items():
+    for case, launch in cases().items():
         launches: list[TritonLaunch] = []
         overlapping: list[TritonLaunch] = []
         with assume_device(ARCHITECTURES[architecture]):
@@ -105,10 +107,12 @@ def compile_all(architecture: str) -> list[CompiledTritonKernel]:
         for form, launched in forms:
             usage = _compile(architecture, form, launched.function, *_arguments_and_options(launched))
             compiled[usage.kernel, form] = usage  # a GEMM may copy both operands: one entry is enough
+        advance(1)
     return list(compiled.values())
 
 
-def _cases() -> CompileCases:
+def cases() -> CompileCases:
+    """The launches whose kernels are compiled, by their names."""
     return {name: launch for module in MODULES for name, launch in module.compile_cases().items()}
 
 

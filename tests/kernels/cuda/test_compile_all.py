@@ -7,7 +7,6 @@ from octile.bench.tune import problem
 from octile.kernels.cuda.compile_all import (
     CompiledKernel,
     Specialization,
-    compile_all,
     compile_concurrently,
     compile_gemm,
     specializations,
@@ -67,8 +66,3 @@ def test_the_compiler_warns_of_nothing(compiled):
 
 def test_shared_memory_suffices(compiled):
     assert [kernel for kernel in compiled if kernel.shared_bytes > SHARED_BYTES] == []
-
-
-def test_another_architecture_is_refused():
-    with pytest.raises(ValueError, match="architecture must be sm_90a, not 'sm_80'"):
-        compile_all("sm_80")
