@@ -4,8 +4,9 @@ This module holds the public names. Each is imported when it is first used, so t
 import torch.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from octile.lazy import attach
 
 __version__ = "0.1.0"
 
@@ -26,38 +27,27 @@ if TYPE_CHECKING:
         quantize,
     )
 
-_MODULES = {  # the public names of each module
-    "octile.formats": ("BF16", "E4M3", "E5M2", "E5M6", "FP16", "FP32", "INT8", "UE8M0", "FloatFormat"),
-    "octile.recipe": ("Recipe",),
-    "octile.scaled": (
-        "ScaledTensor",
-        "align_groups",
-        "dequantize",
-        "grouped_matmul_nt",
-        "grouped_wgrad",
-        "masked_grouped_matmul_nt",
-        "matmul_nt",
-        "quantize",
+__getattr__, __dir__, _public = attach(
+    __name__,
+    {
+        "formats": ("BF16", "E4M3", "E5M2", "E5M6", "FP16", "FP32", "INT8", "UE8M0", "FloatFormat"),
+        "recipe": ("Recipe",),
+        "scaled": (
+            "ScaledTensor",
+            "align_groups",
+            "dequantize",
+            "grouped_matmul_nt",
+            "grouped_wgrad",
+            "masked_grouped_matmul_nt",
+            "matmul_nt",
+            "quantize",
+        ),
+        "nn.conversion": ("convert",),
+        "checkpoint.hugging_face": ("load", "save"),
+    },
+    modules=(
+        *("formats", "recipe", "ops", "scaled", "nn", "models", "optim", "checkpoint"),
+        *("parallel", "report", "train", "serve", "lab", "plan", "bench", "compat", "integrations"),
     ),
-    "octile.nn.conversion": ("convert",),
-    "octile.checkpoint.hugging_face": ("load", "save"),
-}
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-_PACKAGES = (
-    *("formats", "recipe", "ops", "scaled", "nn", "models", "optim", "checkpoint"),
-    *("parallel", "report", "train", "serve", "lab", "plan", "bench", "compat", "integrations"),
 )
-
-__all__ = ["__version__", *sorted(_MODULE_OF)]
-
-
-def __getattr__(name: str) -> object:
-    if name in _MODULE_OF:
-        return getattr(import_module(_MODULE_OF[name]), name)
-    if name in _PACKAGES:
-        return import_module(f"octile.{name}")
-    raise AttributeError(f"module 'octile' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_PACKAGES})
+__all__ = ["__version__", *_public]

@@ -72,6 +72,8 @@ def found() -> Found:
                     strings.append(node)
             elif isinstance(node, ast.Expr):
                 skipped.add(id(node.value))
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "attach":
+                skipped.update(map(id, ast.walk(node)))  # names of modules
             elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
                 found.raised.append((f"{name}:{node.lineno}", ast.unparse(node.exc.args[0])))
         if not name.startswith(OWN_OPTIONS):

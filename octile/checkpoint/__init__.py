@@ -16,8 +16,9 @@ store.py          a folder on a POSIX file system or in an object store
 files.py          files that appear whole or not at all, and their checksums
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from octile.lazy import attach
 
 if TYPE_CHECKING:
     from octile.checkpoint.convert import ConversionReport, convert_checkpoint
@@ -29,26 +30,16 @@ if TYPE_CHECKING:
     from octile.checkpoint.sharded import Chunk, ShardedCheckpoint
     from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint
 
-_MODULES = {  # the public names of each module, late: `octile.checkpoint.files` needs no torch
-    "convert": ("ConversionReport", "convert_checkpoint"),
-    "convert.share": ("Share",),
-    "convert.size": ("SizePrediction", "predict_size"),
-    "distributed": ("DistributedCheckpoints", "load_tensors"),
-    "export": ("export_hugging_face",),
-    "hugging_face": ("load", "load_weights", "save"),
-    "sharded": ("Chunk", "ShardedCheckpoint"),
-    "training": ("latest_checkpoint", "load_checkpoint", "save_checkpoint"),
-}
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-
-__all__ = [*sorted(_MODULE_OF)]
-
-
-def __getattr__(name: str) -> object:
-    if name in _MODULE_OF:
-        return getattr(import_module(f"octile.checkpoint.{_MODULE_OF[name]}"), name)
-    raise AttributeError(f"module 'octile.checkpoint' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {  # `octile.checkpoint.files` needs no torch
+        "convert": ("ConversionReport", "convert_checkpoint"),
+        "convert.share": ("Share",),
+        "convert.size": ("SizePrediction", "predict_size"),
+        "distributed": ("DistributedCheckpoints", "load_tensors"),
+        "export": ("export_hugging_face",),
+        "hugging_face": ("load", "load_weights", "save"),
+        "sharded": ("Chunk", "ShardedCheckpoint"),
+        "training": ("latest_checkpoint", "load_checkpoint", "save_checkpoint"),
+    },
+)

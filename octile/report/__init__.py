@@ -16,8 +16,9 @@ dark setting. Every figure has a caption that is written from the data.
     schedule.py     the figure of a pipeline schedule
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from octile.lazy import attach
 
 if TYPE_CHECKING:
     from octile.report.compare.file import read_result
@@ -27,24 +28,14 @@ if TYPE_CHECKING:
     from octile.report.compare.tables import format_compare_table, format_details_table
     from octile.report.run.page import save_figure, write_run_report
 
-_MODULES = {  # the public names of each module, late: `octile.report.page` needs no torch
-    "compare.file": ("read_result",),
-    "compare.page": ("save_compare_figure", "write_compare_report"),
-    "compare.result": ("CompareResult", "Curve"),
-    "compare.summary": ("verdict_sentence",),
-    "compare.tables": ("format_compare_table", "format_details_table"),
-    "run.page": ("save_figure", "write_run_report"),
-}
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-
-__all__ = [*sorted(_MODULE_OF)]
-
-
-def __getattr__(name: str) -> object:
-    if name in _MODULE_OF:
-        return getattr(import_module(f"octile.report.{_MODULE_OF[name]}"), name)
-    raise AttributeError(f"module 'octile.report' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {  # `octile.report.page` needs no torch
+        "compare.file": ("read_result",),
+        "compare.page": ("save_compare_figure", "write_compare_report"),
+        "compare.result": ("CompareResult", "Curve"),
+        "compare.summary": ("verdict_sentence",),
+        "compare.tables": ("format_compare_table", "format_details_table"),
+        "run.page": ("save_figure", "write_run_report"),
+    },
+)

@@ -14,8 +14,9 @@ newest_run.py        the run that a command serves where none is named
 send.py              copies from host to device that do not block the host
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from octile.lazy import attach
 
 if TYPE_CHECKING:
     from octile.serve.engine.config import EngineConfig
@@ -39,38 +40,28 @@ if TYPE_CHECKING:
     from octile.serve.weights.source import BufferSource, FolderSource
     from octile.serve.weights.weights import ServedWeights
 
-_MODULES = {  # the public names of each module, late: the configurations in this room are read without torch
-    "octile.serve.engine.config": ("EngineConfig",),
-    "octile.serve.engine.engine": ("Engine",),
-    "octile.serve.engine.request": ("FinishReason", "Output", "Request", "Sampling", "TokenLogprobs"),
-    "octile.serve.engine.stats": ("Stats",),
-    "octile.serve.generate": ("generate_from", "generate_text"),
-    "octile.serve.http.sender": ("send_weights",),
-    "octile.serve.http.stress": ("Stress", "stress_test"),
-    "octile.serve.process.messages": ("WeightsUpdated",),
-    "octile.serve.ranks.dynamic_redundancy": ("TooFewActiveError", "assign_copies", "choose_copies"),
-    "octile.serve.ranks.engine": ("ExpertParallelEngine",),
-    "octile.serve.ranks.experts": ("ExpertParallelWeights",),
-    "octile.serve.ranks.placement": ("rebalance_experts",),
-    "octile.serve.ranks.tensor_parallel": ("TensorParallel",),
-    "octile.serve.runner.batch": ("Batch", "Chunk", "Results", "Runner"),
-    "octile.serve.runner.model_runner": ("ModelRunner",),
-    "octile.serve.weights.head_share": ("HeadShare",),
-    "octile.serve.weights.live": ("LiveWeights",),
-    "octile.serve.weights.replaceable": ("ReplaceableWeights",),
-    "octile.serve.weights.source": ("BufferSource", "FolderSource"),
-    "octile.serve.weights.weights": ("ServedWeights",),
-}
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-
-__all__ = [*sorted(_MODULE_OF)]
-
-
-def __getattr__(name: str) -> object:
-    if name in _MODULE_OF:
-        return getattr(import_module(_MODULE_OF[name]), name)
-    raise AttributeError(f"module 'octile.serve' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {  # the configurations in this room are read without torch
+        "engine.config": ("EngineConfig",),
+        "engine.engine": ("Engine",),
+        "engine.request": ("FinishReason", "Output", "Request", "Sampling", "TokenLogprobs"),
+        "engine.stats": ("Stats",),
+        "generate": ("generate_from", "generate_text"),
+        "http.sender": ("send_weights",),
+        "http.stress": ("Stress", "stress_test"),
+        "process.messages": ("WeightsUpdated",),
+        "ranks.dynamic_redundancy": ("TooFewActiveError", "assign_copies", "choose_copies"),
+        "ranks.engine": ("ExpertParallelEngine",),
+        "ranks.experts": ("ExpertParallelWeights",),
+        "ranks.placement": ("rebalance_experts",),
+        "ranks.tensor_parallel": ("TensorParallel",),
+        "runner.batch": ("Batch", "Chunk", "Results", "Runner"),
+        "runner.model_runner": ("ModelRunner",),
+        "weights.head_share": ("HeadShare",),
+        "weights.live": ("LiveWeights",),
+        "weights.replaceable": ("ReplaceableWeights",),
+        "weights.source": ("BufferSource", "FolderSource"),
+        "weights.weights": ("ServedWeights",),
+    },
+)
