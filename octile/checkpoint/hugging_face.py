@@ -156,10 +156,11 @@ def write_folder(
 def load(path: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> DeepseekV3:
     """Read a model from a Hugging Face folder, or from the folder of a training run, which holds one as `model/`.
 
-    If the folder has FP8 weights, the model's layers are converted to `Recipe.deepseek_v3()`, or to `Recipe.exact()` if
-    they were trained so (`octile.checkpoint.recipe_entry`), and compute in FP8. Where config.json announces scales that
-    are powers of two (`scale_fmt: "ue8m0"`), the recipe has them for weights, too, so that the layers compute with the
-    values of the checkpoint.
+    Layers whose weights are FP8 in the folder are converted to `Recipe.deepseek_v3()`, or to `Recipe.exact()` if they
+    were trained so (`octile.checkpoint.recipe_entry`), and compute in FP8. All others compute in high precision. The
+    experts of a layer have one recipe: they are in high precision if a weight of theirs is. Where config.json announces
+    scales that are powers of two (`scale_fmt: "ue8m0"`), the recipe has them for weights, too, so that the layers
+    compute with the values of the checkpoint.
 
     Args:
         path: a folder written by octile or transformers, or published; weights in FP8, BF16, FP16 or FP32.
@@ -172,15 +173,20 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32, device: str | tor
     Raises:
         FileNotFoundError: there is no checkpoint, or a file of it is missing.
         ValueError: a file is damaged; config.json is of a model that octile does not load; a tensor is missing,
-            unknown, or of another shape than config.json says.
+            unknown, or of another shape than config.json says; a linear weight of the recipe exact is not FP8.
     """
     folder = open_folder(path)
+    fp8_layers = folder.fp8_layers()
+    recipe = folder.recipe() if fp8_layers else None
+    if recipe is not None and recipe.batch_invariant:
+        _check_all_fp8(folder, recipe)
     model = folder.meta_model().to(dtype).to_empty(device=device)
     for buffer in model.buffers():
         buffer.zero_()
     _fill(model, folder)
-    if folder.has_fp8_weights:
-        apply_recipe(model, folder.recipe().with_weight_scale(scale_rule(folder.config)))
+    if recipe is not None:
+        filter = None if recipe.batch_invariant else lambda name, _: name in fp8_layers
+        apply_recipe(model, recipe.with_weight_scale(scale_rule(folder.config)), filter)
     return model.eval()
 
 
@@ -366,6 +372,14 @@ class OpenFolder:
         """Whether a weight is in FP8."""
         return any(is_fp8(spec) for spec in self.shards.specs.values())
 
+    def fp8_layers(self) -> frozenset[str]:
+        """Return the names of the linear layers, and of the modules of experts, all of whose weights are in FP8."""
+        weights = {name: spec for name, spec in self.shards.specs.items() if name.endswith(".weight")}
+        fp8, others = (
+            {_module_of(name) for name, spec in weights.items() if is_fp8(spec) is wanted} for wanted in (True, False)
+        )
+        return frozenset(fp8 - others)
+
     def recipe(self) -> Recipe:
         """Return the recipe of the FP8 weights.
 
@@ -461,6 +475,23 @@ def _check_shapes(model: DeepseekV3, folder: OpenFolder, where: str) -> None:
     for name in found.keys() - to_hf(meta_model(model.config).state_dict(), model.config).keys():
         if not is_scale(name, found) and not name.endswith(ROTARY_FREQUENCIES):
             raise ValueError(f"{shards.folder} holds {name}, which the model of its {CONFIG} does not have")
+
+
+def _module_of(weight: str) -> str:
+    """Return the module that computes with a weight, by the weight's name in a checkpoint: its layer, or experts."""
+    layer = weight.removesuffix(".weight")
+    before, experts, _ = layer.partition(".experts.")
+    return f"{before}.experts" if experts else layer
+
+
+def _check_all_fp8(folder: OpenFolder, recipe: Recipe) -> None:
+    """Refuse a folder of a batch-invariant recipe that has a weight in high precision which the recipe quantizes."""
+    for name, spec in folder.shards.specs.items():
+        if is_stored_in_fp8(name, spec.shape) and not is_fp8(spec):
+            raise ValueError(
+                f"{folder.shards.folder / CONFIG} names the recipe {recipe.name!r}, which needs all linear weights of "
+                f"blocks in FP8, but {name} is {spec.dtype}"
+            )
 
 
 def _fill(model: DeepseekV3, folder: OpenFolder) -> None:

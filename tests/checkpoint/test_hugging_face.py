@@ -11,14 +11,18 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCa
 
 from octile.checkpoint import hugging_face as hugging_face_module
 from octile.checkpoint import load, load_weights, save
-from octile.checkpoint.fp8_layout import QUANTIZATION_CONFIG, is_stored_in_fp8
+from octile.checkpoint.fp8_layout import QUANTIZATION_CONFIG, dequantize_weight, is_stored_in_fp8
 from octile.checkpoint.hugging_face import read_model_config
+from octile.checkpoint.recipe_entry import with_recipe
 from octile.checkpoint.shards import plan_shards
+from octile.layer_roles import is_kept
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.names import to_hf
+from octile.nn.conversion import convert
 from octile.nn.linear import Linear
-from octile.nn.moe import share_of_experts
+from octile.nn.moe import Experts, share_of_experts
+from octile.recipe import Recipe
 from octile.scaled import quantize
 from tests.checkpoint.micro_model import MICRO, micro_model
 
@@ -107,6 +111,60 @@ def test_fp8_folders_load_the_dequantized_weights(tmp_path, model):
     found, own = to_hf(load(tmp_path).state_dict(), MICRO), to_hf(model.state_dict(), MICRO)
     expected = quantize(own[GATE_PROJ], (128, 128)).dequantize()
     assert found[GATE_PROJ].equal(expected)
+
+
+def dequantize_stored(folder, *patterns):
+    """Stores the FP8 weights of the layers that patterns match in BF16, as `octile convert --keep` does."""
+
+    def edit(tensors):
+        for name in [name for name in tensors if f"{name}_scale_inv" in tensors]:
+            if is_kept(name.removesuffix(".weight"), patterns):
+                scale = tensors.pop(f"{name}_scale_inv")
+                tensors[name] = dequantize_weight(tensors[name], scale, torch.bfloat16)
+
+    change(folder, edit)
+
+
+def in_fp8(model):
+    """The names of the layers, and of modules of experts, that compute in FP8."""
+    return {name for name, module in model.named_modules() if getattr(module, "recipe", None) is not None}
+
+
+def test_layers_that_a_folder_has_in_bf16_compute_in_high_precision(tmp_path, model, tokens):
+    save(model, tmp_path, weights="fp8")
+    layers = in_fp8(load(tmp_path))
+    left_out = {"model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj", "model.layers.1.mlp.experts"}
+    dequantize_stored(tmp_path, *left_out)
+    found = load(tmp_path)
+    assert in_fp8(found) == layers - left_out
+    assert {type(found.get_submodule(name)) for name in left_out} == {torch.nn.Linear, Experts}
+    needed = micro_model()
+    load_weights(needed, tmp_path)
+    assert found(tokens).equal(convert(needed, keep=list(left_out))(tokens))
+
+
+def test_experts_some_of_which_a_folder_has_in_bf16_compute_in_high_precision(tmp_path, model):
+    save(model, tmp_path, weights="fp8")
+    dequantize_stored(tmp_path, "model.layers.1.mlp.experts.3.down_proj")
+    found = load(tmp_path)
+    assert found.model.layers[1].mlp.experts.recipe is None
+    assert found.model.layers[2].mlp.experts.recipe.name == "deepseek_v3"
+
+
+def test_a_model_with_no_layer_in_fp8_alone_computes_in_high_precision(tmp_path, model):
+    save(model, tmp_path, weights="fp8")
+    dequantize_stored(tmp_path, "*.self_attn", "*.mlp.[dgsu]*", "*.experts.[1-7]")
+    assert in_fp8(load(tmp_path)) == set()
+
+
+def test_a_weight_in_bf16_is_refused_under_the_recipe_exact(tmp_path, model):
+    save(model, tmp_path, weights="fp8")
+    dequantize_stored(tmp_path, "model.layers.0.self_attn.o_proj")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(with_recipe(config, Recipe.exact())))
+    message = r"config\.json names the recipe 'exact', which needs .* in FP8, but model\.layers\.0\.self_attn.* is BF16"
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
 
 
 def store_with_powers_of_2(folder):
