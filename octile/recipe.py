@@ -36,12 +36,14 @@ from octile.formats import (
     E4M3,
     E5M2,
     E5M6,
+    GEMM_FORMATS,
     INT8,
     MX_COLUMN_TILE,
     MX_TILE,
     TILE,
     FloatFormat,
     IntFormat,
+    by_name,
 )
 from octile.validation import Range, annotations_of, check, check_fields, read_text
 
@@ -51,8 +53,17 @@ GemmName = Literal["fprop", "dgrad", "wgrad"]
 Amax = Literal["current", "delayed", "unscaled"]
 
 TENSOR: tuple[Extent, Extent] = (None, None)
-FILE_KEYS = ("recipe", "swiglu_inputs", "transposed_weights", "wgrad_x_block", "latents", "keep")  # of a recipe file
+FILE_KEYS = (
+    "recipe",
+    "swiglu_inputs",
+    "transposed_weights",
+    "wgrad_x_block",
+    "latents",
+    "formats",
+    "keep",
+)  # a file's
 KEEP_KEYS = ("layers", "products")  # of a [[keep]] in it
+WHOLE_SIDE = "all"  # in a file, the side of a block that has no length
 LATENTS = ("activations", "fp8")
 
 
@@ -93,7 +104,9 @@ class OperandFormat:
             raise ValueError(f"scale={self.scale!r} has no meaning with amax='unscaled'")
 
 
+OPERAND_KEYS = tuple(field.name for field in fields(OperandFormat))  # of a [formats.x] in a file
 GEMMS: tuple[GemmName, ...] = ("fprop", "dgrad", "wgrad")
+OPERANDS = ("x", "w", "dy", "wgrad_x", "wgrad_dy")  # the fields of `GemmFormats` that are one
 
 
 @dataclass(frozen=True)
@@ -125,7 +138,7 @@ class GemmFormats:
             forward from the original, and saved instead of `x`.
 
     Raises:
-        TypeError: an operand is no OperandFormat.
+        TypeError: an operand is no OperandFormat, or requantizes_x no bool.
         ValueError: a delayed scale where wgrad's formats differ: a layer has no amax history for them.
     """
 
@@ -142,9 +155,10 @@ class GemmFormats:
         return replace(self.dy, scale=self.x.scale), replace(self.wgrad_dy, scale=self.wgrad_x.scale)
 
     def __post_init__(self) -> None:
-        for name in ("x", "w", "dy", "wgrad_x", "wgrad_dy"):
+        for name in OPERANDS:
             if not isinstance(operand := getattr(self, name), OperandFormat):
                 raise TypeError(f"{name} must be an OperandFormat, not {operand!r}")
+        check("requantizes_x", self.requantizes_x, bool)
         assert self.routed_dy  # computed now: the compiler of torch 2.11 cannot construct an OperandFormat
         if self.is_delayed and (self.wgrad_x, self.wgrad_dy) != (self.x, self.dy):
             raise ValueError(
@@ -172,7 +186,7 @@ class GemmFormats:
     @property
     def window(self) -> int:
         """Steps in a layer's amax history: as many as the operand with the longest needs, 0 if none is delayed."""
-        operands = (self.x, self.w, self.dy, self.wgrad_x, self.wgrad_dy)
+        operands = [getattr(self, name) for name in OPERANDS]
         return max([0, *(operand.window for operand in operands if operand.amax == "delayed")])
 
     @classmethod
@@ -334,13 +348,19 @@ class Recipe:
 
     @classmethod
     def read(cls, path: Path) -> Recipe:
-        """Read a recipe with exceptions from a TOML file:
+        """Read a recipe with other formats or exceptions from a TOML file:
 
-            recipe = "deepseek_v3"
+            recipe = "deepseek_v3"                      # what the file does not say is as in this recipe
             swiglu_inputs = "recomputed"                # if the recipe saves them ("kept")
             transposed_weights = "recomputed"           # if the recipe has weights in blocks; or "cached"
             wgrad_x_block = [128, 128]                  # wgrad's x in blocks or in tiles ([128, 1])
             latents = "fp8"                             # of the recipe exact: served with an FP8 cache
+            [formats]
+            requantizes_x = true                        # see `GemmFormats`
+            [formats.dy]                                # fields of an operand's `OperandFormat`
+            fmt = "e5m2"                                # or "e4m3", "int8"
+            block = [1, "all"]                          # "all": all of the matrix along this dimension
+            scale = "power_of_2"
             [[keep]]                                    # these GEMMs run in `compute` instead of 8 bits
             layers = "model.layers.1.mlp.down_proj"     # a pattern of layer names, as of file names
             products = ["fprop", "wgrad"]
@@ -371,6 +391,11 @@ class Recipe:
         if content["recipe"] not in cls.names():
             raise ValueError(f"{where}: unknown recipe {content['recipe']!r}; there are {', '.join(cls.names())}")
         recipe = cls.named(content["recipe"])
+        formats = _formats(where, content, recipe)
+        try:
+            recipe = replace(recipe, formats=formats)
+        except ValueError as error:  # serving does not compute them
+            raise ValueError(f"{where}: {error}") from None
         keeps = content.get("keep", [])
         if not isinstance(keeps, list):
             raise ValueError(f"{where}: keep must be a list, [[keep]], not {keeps!r}")
@@ -384,7 +409,6 @@ class Recipe:
             exceptions=exceptions,
             swiglu_inputs=_swiglu_inputs(where, content, recipe),
             transposed_weights=_transposed_weights(where, content, recipe),
-            formats=_formats(where, content, recipe),
             latents=_latents(where, content, recipe),
         )
 
@@ -392,18 +416,17 @@ class Recipe:
         """Write the file that `read` reads, and return its path. A folder that does not exist is created.
 
         Raises:
-            ValueError: a file cannot say all of the recipe: its name is none of `names`, or it has other formats or
-                fields than the recipe of that name.
+            ValueError: a file cannot say all of the recipe: its name is none of `names`, or it has another field than
+                the recipe of that name that no key of a file stands for.
         """
         if self.name not in Recipe.names():
             raise ValueError(f"recipe {self.name!r} must have one of the names {', '.join(Recipe.names())} in a file")
         lines = [f'recipe = "{self.name}"']
         lines += ['swiglu_inputs = "recomputed"'] if self.swiglu_inputs == "recomputed" else []
         lines += [f'transposed_weights = "{self.transposed_weights}"'] if self.transposed_weights else []
-        usual = Recipe.named(self.name).formats
-        if self.formats and usual and self.formats.wgrad_x.block != usual.wgrad_x.block:
-            lines.append(f"wgrad_x_block = {list(self.formats.wgrad_x.block)}")
         lines += [f'latents = "{self.latents}"'] if self.latents != "activations" else []
+        usual = Recipe.named(self.name).formats
+        lines += _lines_of_formats(self.formats, usual) if self.formats and usual else []
         for layers, gemms in self.exceptions:
             named = ", ".join(f'"{gemm}"' for gemm in GEMMS if gemm in gemms)
             lines += ["", "[[keep]]", f"layers = {json.dumps(layers)}", f"products = [{named}]"]
@@ -617,16 +640,84 @@ def _transposed_weights(where: str, content: dict[str, Any], recipe: Recipe) -> 
 
 
 def _formats(where: str, content: dict[str, Any], recipe: Recipe) -> GemmFormats | None:
-    """Read `wgrad_x_block` from a file's content."""
-    asked = content.get("wgrad_x_block")
-    if asked is None:
-        return recipe.formats
-    if asked not in (list(COLUMN_TILE), list(BLOCK)):
-        raise ValueError(f"{where}: wgrad_x_block must be [128, 1] or [128, 128], not {asked!r}")
-    if recipe.formats is None or not recipe.formats.is_tiled:
-        raise ValueError(f"{where}: recipe {recipe.name!r} has no tiles of 128 tokens, so it takes no wgrad_x_block")
-    wgrad_x = replace(recipe.formats.wgrad_x, block=BLOCK if asked == list(BLOCK) else COLUMN_TILE)
-    return replace(recipe.formats, wgrad_x=wgrad_x)
+    """Read `wgrad_x_block` and `formats` from a file's content.
+
+    Raises:
+        ValueError: they describe no formats, or the recipe has none.
+    """
+    tables, formats = content.get("formats", {}), recipe.formats
+    block = content.get("wgrad_x_block")
+    known = (*OPERANDS, "requantizes_x")
+    if not isinstance(tables, dict):
+        raise ValueError(f"{where}: formats must be tables such as [formats.x], not {tables!r}")
+    if unknown := [key for key in tables if key not in known]:
+        raise ValueError(f"{where}: formats.{unknown[0]} is unknown: there are {', '.join(known)}")
+    if block is not None:
+        if block not in (list(COLUMN_TILE), list(BLOCK)):
+            raise ValueError(f"{where}: wgrad_x_block must be [128, 1] or [128, 128], not {block!r}")
+        if formats is None or not formats.is_tiled:
+            raise ValueError(
+                f"{where}: recipe {recipe.name!r} has no tiles of 128 tokens, so it takes no wgrad_x_block"
+            )
+        if "wgrad_x" in tables:
+            raise ValueError(f"{where}: wgrad_x_block must be left out with [formats.wgrad_x], which has the key block")
+        tables = {**tables, "wgrad_x": {"block": block}}
+    if formats is None and tables:
+        raise ValueError(f"{where}: recipe {recipe.name!r} quantizes nothing, so it takes no formats")
+    if formats is None:
+        return None
+    operands = {
+        name: _operand(f"{where}: formats.{name}", table, getattr(formats, name))
+        for name, table in tables.items()
+        if name in OPERANDS
+    }
+    try:
+        return replace(formats, **operands, requantizes_x=tables.get("requantizes_x", formats.requantizes_x))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: formats.{error}") from None
+
+
+def _operand(where: str, table: Any, operand: OperandFormat) -> OperandFormat:
+    """Read a table of a file, such as [formats.x]: the fields in which an operand differs from that of the recipe."""
+    if not isinstance(table, dict):
+        raise ValueError(f"{where} must be a table with some of {', '.join(OPERAND_KEYS)}, not {table!r}")
+    if unknown := [key for key in table if key not in OPERAND_KEYS]:
+        raise ValueError(f"{where}.{unknown[0]} is unknown: there are {', '.join(OPERAND_KEYS)}")
+    changes = dict(table)
+    if "fmt" in table:
+        if table["fmt"] not in GEMM_FORMATS:
+            raise ValueError(f"{where}.fmt must be one of {', '.join(GEMM_FORMATS)}, not {table['fmt']!r}")
+        changes["fmt"] = by_name[table["fmt"]]
+    if "block" in table:
+        sides = table["block"]
+        is_block = isinstance(sides, list) and len(sides) == 2
+        if not is_block or any(type(side) is not int and side != WHOLE_SIDE for side in sides):
+            raise ValueError(f'{where}.block must be a list of 2, each a whole number or "{WHOLE_SIDE}", not {sides!r}')
+        changes["block"] = tuple(None if side == WHOLE_SIDE else side for side in sides)
+    try:
+        return replace(operand, **changes)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}.{error}") from None
+
+
+def _lines_of_formats(formats: GemmFormats, usual: GemmFormats) -> list[str]:
+    """Return the lines of a file that say in what formats differ from those of the recipe that the file names."""
+    lines = []
+    if formats.requantizes_x != usual.requantizes_x:
+        lines += ["", "[formats]", f"requantizes_x = {json.dumps(formats.requantizes_x)}"]
+    for name in OPERANDS:
+        operand, other = getattr(formats, name), getattr(usual, name)
+        changed = [key for key in OPERAND_KEYS if getattr(operand, key) != getattr(other, key)]
+        values = [f"{key} = {json.dumps(_file_value(getattr(operand, key)))}" for key in changed]
+        lines += ["", f"[formats.{name}]", *values] if changed else []
+    return lines
+
+
+def _file_value(value: Any) -> Any:
+    """Return a field of an `OperandFormat` as it is in a file."""
+    if isinstance(value, FloatFormat | IntFormat):
+        return value.name
+    return [WHOLE_SIDE if side is None else side for side in value] if isinstance(value, tuple) else value
 
 
 def _latents(where: str, content: dict[str, Any], recipe: Recipe) -> Literal["activations", "fp8"]:

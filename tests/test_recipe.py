@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from octile.formats import E4M3, E5M2, INT8
-from octile.recipe import BLOCK, COLUMN_TILE, TENSOR, TILE, GemmFormats, OperandFormat, OptimizerFormats, Recipe
+from octile.recipe import (
+    BLOCK,
+    COLUMN_TILE,
+    OPERANDS,
+    TENSOR,
+    TILE,
+    GemmFormats,
+    OperandFormat,
+    OptimizerFormats,
+    Recipe,
+)
 
 every_name = pytest.mark.parametrize("name", Recipe.names())
 
@@ -236,7 +246,8 @@ def test_a_recipe_with_exceptions_is_read_as_it_was_written(tmp_path):
         ('recipe = "other.toml"', "unknown recipe 'other.toml'"),
         (
             'recipe = "per_tensor"\nstrict = true',
-            "strict is unknown: there are recipe, swiglu_inputs, transposed_weights, wgrad_x_block, latents, keep$",
+            "strict is unknown: there are recipe, swiglu_inputs, transposed_weights, wgrad_x_block, latents, formats, "
+            "keep$",
         ),
         (
             'recipe = "per_tensor"\n[[keep]]\nlayer = "*"\nproducts = ["fprop"]',
@@ -253,6 +264,41 @@ def test_a_recipe_with_exceptions_is_read_as_it_was_written(tmp_path):
         ('recipe = "deepseek_v3"\nwgrad_x_block = [1, 128]', r"must be \[128, 1\] or \[128, 128\], not \[1, 128\]"),
         ('recipe = "deepseek_v3"\nwgrad_x_block = 128', r"must be \[128, 1\] or \[128, 128\], not 128"),
         ('recipe = "per_tensor"\nwgrad_x_block = [128, 128]', "recipe 'per_tensor' has no tiles of 128 tokens"),
+        (
+            'recipe = "deepseek_v3"\nwgrad_x_block = [128, 128]\n[formats.wgrad_x]\nblock = [128, 1]',
+            r"r\.toml: wgrad_x_block must be left out with \[formats\.wgrad_x\]",
+        ),
+        ('recipe = "deepseek_v3"\nformats = "e4m3"', r"formats must be tables such as \[formats\.x\], not 'e4m3'"),
+        (
+            'recipe = "deepseek_v3"\n[formats.y]\nfmt = "e4m3"',
+            r"r\.toml: formats\.y is unknown: there are x, w, dy, wgrad_x, wgrad_dy, requantizes_x$",
+        ),
+        ('recipe = "deepseek_v3"\n[formats]\nx = "e4m3"', r"formats\.x must be a table with some of fmt, block, scale"),
+        (
+            'recipe = "deepseek_v3"\n[formats.x]\nformat = "e4m3"',
+            r"formats\.x\.format is unknown: there are fmt, block, scale, amax, window, warm_up$",
+        ),
+        (
+            'recipe = "deepseek_v3"\n[formats.x]\nfmt = "e5m6"',
+            r"formats\.x\.fmt must be one of e4m3, e5m2, int8, not",
+        ),
+        (
+            'recipe = "deepseek_v3"\n[formats.x]\nblock = [1, "row"]',
+            r"formats\.x\.block must be a list of 2, each a whole number or \"all\", not \[1, 'row'\]",
+        ),
+        (
+            'recipe = "deepseek_v3"\n[formats.x]\nblock = [0, 128]',
+            r"toml: formats\.x\.block must be at least 1, not 0",
+        ),
+        (
+            'recipe = "deepseek_v3"\n[formats.w]\nscale = "up"',
+            r"formats\.w\.scale must be float32 or power_of_2, not",
+        ),
+        ('recipe = "delayed"\n[formats.x]\nwindow = true', r"formats\.x\.window must be a whole number, not True"),
+        ('recipe = "delayed"\n[formats.x]\nwindow = 32', r"formats\.wgrad_x and wgrad_dy must be x and dy"),
+        ('recipe = "mxfp8"\n[formats]\nrequantizes_x = 1', r"formats\.requantizes_x must be true or false, not 1"),
+        ('recipe = "bf16"\n[formats.x]\nfmt = "e4m3"', "recipe 'bf16' quantizes nothing, so it takes no formats"),
+        ('recipe = "exact"\n[formats.x]\nfmt = "e5m2"', r"r\.toml: batch_invariant must be False, since serving"),
         ('recipe = "exact"\nlatents = "bf16"', 'latents must be "activations" or "fp8", not \'bf16\''),
         ('recipe = "exact"\n[[keep]]\nlayers = "*"\nproducts = ["fprop"]', "recipe 'exact' keeps nothing"),
         ('recipe = "deepseek_v3"\nlatents = "fp8"', "recipe 'deepseek_v3' does not round latents as serving does"),
@@ -300,6 +346,44 @@ def test_a_file_says_which_blocks_wgrads_x_has(name, block, tmp_path):
     assert Recipe.read(path) == recipe
     path.write_text(f'recipe = "{name}"\nwgrad_x_block = {list(block)}')
     assert Recipe.read(path) == recipe
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("deepseek_v3", {"w": {"block": (1, 128), "scale": "power_of_2"}}),
+        ("deepseek_v3", {"dy": {"fmt": E5M2}, "wgrad_dy": {"fmt": E5M2}}),
+        ("per_tensor", {"x": {"block": (1, None)}}),
+        ("mxfp8", {"requantizes_x": True}),
+        ("delayed", {name: {"window": 32, "warm_up": "until_full"} for name in ("x", "wgrad_x")}),
+        ("deepseek_v3", {name: {"fmt": INT8, "block": TENSOR} for name in OPERANDS}),
+    ],
+)
+def test_a_file_says_which_formats_operands_have(name, changes, tmp_path):
+    usual = Recipe.named(name)
+    changed = {
+        key: replace(getattr(usual.formats, key), **change) if isinstance(change, dict) else change
+        for key, change in changes.items()
+    }
+    recipe = replace(usual, formats=replace(usual.formats, **changed))
+    assert recipe != usual
+    assert Recipe.read(recipe.write(tmp_path / "r.toml")) == recipe
+
+
+def test_a_file_has_formats_and_exceptions(tmp_path):
+    recipe = replace(with_weights((1, 128)), exceptions=with_exceptions().exceptions, transposed_weights="cached")
+    path = recipe.write(tmp_path / "r.toml")
+    assert "\n[formats.w]\nblock = [1, 128]\n\n[[keep]]\n" in path.read_text()
+    assert Recipe.read(path) == recipe
+
+
+def test_a_file_gives_weights_the_blocks_that_recomputing_their_transposes_needs(tmp_path):
+    path = tmp_path / "r.toml"
+    path.write_text('recipe = "mxfp8"\ntransposed_weights = "recomputed"\n[formats.w]\nblock = [128, 128]')
+    assert Recipe.read(path).recomputes_transposed_weights
+    path.write_text('recipe = "deepseek_v3"\ntransposed_weights = "recomputed"\n[formats.w]\nblock = [1, 128]')
+    with pytest.raises(ValueError, match="recipe 'deepseek_v3' has no weights in 128×128 blocks"):
+        Recipe.read(path)
 
 
 @pytest.mark.parametrize("name", Recipe.names())
@@ -364,7 +448,14 @@ def test_exact_differs_from_deepseek_v3_in_its_forward_pass_alone():
     ("recipe", "message"),
     [
         (replace(Recipe.deepseek_v3(), name="mine"), "recipe 'mine' must have one of the names deepseek_v3, bf16, "),
-        (with_weights((1, 128)), "recipe 'deepseek_v3' has other formats than a file can give it"),
+        (
+            replace(Recipe.bf16(), formats=Recipe.per_tensor().formats),
+            "recipe 'bf16' has other formats than a file can give it",
+        ),
+        (
+            replace(Recipe.deepseek_v3(), attention_output=None),
+            "recipe 'deepseek_v3' has other attention_output than a file can give it",
+        ),
         (
             replace(Recipe.deepseek_v3(), high_precision=frozenset({"dgrad"})),
             "recipe 'deepseek_v3' has other high_precision than a file can give it",

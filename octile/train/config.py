@@ -137,7 +137,7 @@ class TrainConfig:
             v2_236b, v3_671b.
         recipe: the number formats: deepseek_v3, bf16, float32, per_tensor, delayed, hybrid_delayed, hybrid_e5m2,
             global_scale, fp16_loss_scaling, fp8_lm, smooth_swiglu, mxfp8, int8_tiles, wgrad_x_blocks or exact; or a
-            .toml file with exceptions for single layers.
+            .toml file with other formats, or exceptions for single layers.
         data: a text file, a folder, hf:NAME (a Hugging Face dataset), stdlib: the source of Python's library, or
             packages: source and documentation of that library and of every package installed here. Or arithmetic:
             additions, most of them wrong, to begin octile rl with. Or the URL of a run's `data/` (s3://bucket/data),
