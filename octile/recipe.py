@@ -132,7 +132,8 @@ class GemmFormats:
 
     Attributes:
         x, w: operands of fprop. The quantized x is what is saved for backward.
-        dy: the gradient operand of dgrad; dgrad's other operand is fprop's `w`.
+        dy: the gradient operand of dgrad. Its other operand is fprop's `w`, transposed; if the blocks of `w` have one
+            row, it is the transposed weight, quantized from the original in such blocks, too.
         wgrad_x, wgrad_dy: operands of wgrad.
         requantizes_x: whether `wgrad_x` is requantized in backward from the saved `x`; otherwise it is quantized in
             forward from the original, and saved instead of `x`.

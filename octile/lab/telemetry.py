@@ -19,11 +19,12 @@ A row is a flat dictionary of JSON values, for one operand or for one GEMM:
     {"step", "layer", "product": "fprop" | "dgrad" | "wgrad", "operand": "x" | "w" | "dy", …}    operand_stats.py
     {"step", "layer", "product", "quantization_snr_db", "accumulation_snr_db", …}                gemm_stats.py
 
-dgrad's w is the w of fprop and has no row of its own. wgrad's x is compared with fprop's quantized x: the error is that
-of requantization, or, where x is computed again from what SwiGLU or attention has saved, the distance of the two. Where
-wgrad uses the same tensors as fprop and dgrad, as with per-tensor scaling, it has no operand rows. The rows of GEMMs
-compare with the values before any quantization. Under a batch-invariant recipe `kv_b_proj` has no rows: its forward
-GEMM does not exist, and its backward GEMMs are not observed.
+dgrad's w has no row of its own: it is the w of fprop, transposed, or in blocks of one row the transposed weight in such
+blocks. wgrad's x is compared with fprop's quantized x: the error is that of requantization, or, where x is computed
+again from what SwiGLU or attention has saved, the distance of the two. Where wgrad uses the same tensors as fprop and
+dgrad, as with per-tensor scaling, it has no operand rows. The rows of GEMMs compare with the values before any
+quantization. Under a batch-invariant recipe `kv_b_proj` has no rows: its forward GEMM does not exist, and its backward
+GEMMs are not observed.
 """
 
 from __future__ import annotations

@@ -599,9 +599,10 @@ def test_a_second_derivative_is_refused(x, w):
         torch.autograd.grad(y, x, create_graph=True)
 
 
-def test_weights_in_tiles_are_quantized_along_the_k_of_each_gemm(x, w, dy):
+def weight_operands(block, x, w, dy):
+    """The weight as fprop and as dgrad read it, with such blocks."""
     formats = Recipe.deepseek_v3().formats
-    recipe = replace(Recipe.deepseek_v3(), formats=replace(formats, w=OperandFormat(block=TILE)))
+    recipe = replace(Recipe.deepseek_v3(), formats=replace(formats, w=OperandFormat(block=block)))
     operands = {}
 
     def observer(weight, fprop):
@@ -610,6 +611,18 @@ def test_weights_in_tiles_are_quantized_along_the_k_of_each_gemm(x, w, dy):
 
     with observe_gemms(observer):
         linear(x, w, recipe=recipe).backward(dy)
+    return operands
+
+
+@pytest.mark.parametrize("block", [(128, 128), (64, 128), (128, 1)])
+def test_dgrad_reads_weights_in_blocks_of_several_rows_as_fprop_does(block, x, w, dy):
+    operands = weight_operands(block, x, w, dy)
+    assert operands["dgrad"].block == block[::-1]
+    assert torch.equal(operands["dgrad"].dequantize().mT, operands["fprop"].dequantize())
+
+
+def test_weights_in_tiles_are_quantized_along_the_k_of_each_gemm(x, w, dy):
+    operands = weight_operands(TILE, x, w, dy)
     for name, expected in (("fprop", w), ("dgrad", w.mT)):
         tiles = quantize(expected.detach(), TILE, E4M3, "float32")
         assert operands[name].block == TILE

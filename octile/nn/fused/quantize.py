@@ -2,7 +2,8 @@
 
 fprop reads an operand along its channels, wgrad reads it along its tokens. Where a recipe has tiles of 128 for both,
 one kernel reads a gradient once and writes both forms (`octile.ops.transpose`), bit for bit what two quantizations
-would give. The same holds for a weight, which dgrad reads transposed.
+would give. The same holds for a weight in 128×128 blocks, which dgrad reads transposed. A weight whose blocks have one
+row is quantized from the original for each of the two, along the dimension that the GEMM sums over.
 
 Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.2.  Shapes: T tokens, K channels, N outputs.
 """
