@@ -120,9 +120,7 @@ class _RunObserver:
             rows = [{**row, "step": step} for row in measurement.step()] if measurement else []
         for recorder, (layer, product) in zip(recorders, sorted(captured), strict=True):
             path = self.run.captures / f"step_{step:08d}-{layer}-{product}.safetensors"
-            recorder.save(
-                path, step, self.trainer.strategy.recipe.name, self.run.path.name, _tokens(self.trainer, step)
-            )
+            recorder.save(path, step, self.trainer.config.recipe, self.run.path.name, _tokens(self.trainer, step))
             log.warning("captured %s of %s at step %d: %s", product, layer, step, path)
         self._write(rows)
         for event in self.guards.check(rows):

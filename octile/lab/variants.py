@@ -23,10 +23,10 @@ from itertools import product as every_combination
 import torch
 from torch import Tensor
 
-from octile.formats import E2M1, E4M3, E5M2, E5M6, INT8, UE8M0, FloatFormat, IntFormat
+from octile.formats import BLOCK, E2M1, E4M3, E5M2, E5M6, INT8, TILE, UE8M0, FloatFormat, IntFormat
 from octile.lab.tensor_core.architectures import ARCHITECTURES, find_instruction
 from octile.ops.quantize import SMALLEST_SCALE, round_up_to_power_of_2, split_into_blocks
-from octile.recipe import Extent, GemmName
+from octile.recipe import Extent, GemmFormats, GemmName
 from octile.scaled import ScaledTensor, resolve
 
 FORMATS: dict[str, FloatFormat | IntFormat] = {
@@ -158,6 +158,24 @@ def why_not_applicable(v: Variant) -> str | None:
 def scales_in_tensor_core(v: Variant) -> bool:
     """Whether the tensor core applies the scales: MX on an architecture with a block-scaled instruction."""
     return v.fmt == "mx" and any(instruction.scaled for instruction in ARCHITECTURES.get(v.arch, ()))
+
+
+def operands_of(formats: GemmFormats) -> tuple[str, str, str] | None:
+    """Return the format, block and scale rule of the combinations with a recipe's w and dy; None: there are none.
+
+    A combination has one rule for the scales of all operands, and wgrad's operands along the tokens in the same blocks.
+    x of the recipe may have scales by another rule, and its wgrad other blocks.
+    """
+    x, w, dy = formats.x, formats.w, formats.dy
+    blocks = {(own, own, own): name for name, own in BLOCKS.items()} | {(TILE, BLOCK, TILE): "128x128"}
+    block = blocks.get((x.block, w.block, dy.block))
+    has_one_format = x.fmt == w.fmt == dy.fmt == FORMATS.get(w.fmt.name)
+    is_current = all(operand.amax == "current" for operand in (x, w, dy))
+    if block is None or not has_one_format or not is_current or w.scale != dy.scale:
+        return None
+    scale = "up" if w.scale == "power_of_2" else "float32"
+    fmt = "mx" if (w.fmt, block, scale) == (E4M3, "1x32", "up") else w.fmt.name
+    return fmt, block, scale
 
 
 def operand_blocks(v: Variant, gemm: GemmName) -> tuple[tuple[Extent, Extent], tuple[Extent, Extent]]:

@@ -1,6 +1,7 @@
 """Tests of quantization with every scale rule, against octile.quantize and exact fractions."""
 
 from bisect import bisect
+from dataclasses import replace
 from fractions import Fraction
 from itertools import product as every_combination
 
@@ -21,9 +22,11 @@ from octile.lab.variants import (
     Variant,
     bits_per_value,
     operand_blocks,
+    operands_of,
     quantize_as,
     why_not_applicable,
 )
+from octile.recipe import TILE, OperandFormat, Recipe
 from octile.scaled import quantize
 
 EIGHT_BITS = ("e4m3", "e5m2", "int8", "mx")
@@ -148,6 +151,28 @@ def test_fp16_holds_every_value_of_e5m6():
     values = E5M6.values()
     values = values[values.isfinite()]
     assert torch.equal(values.half().float(), values)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "operands"),
+    [
+        ("deepseek_v3", ("e4m3", "128x128", "float32")),
+        ("int8_tiles", ("int8", "128x128", "float32")),
+        ("per_tensor", ("e4m3", "tensor", "float32")),
+        ("mxfp8", ("mx", "1x32", "up")),
+        ("hybrid_e5m2", None),  # two formats
+        ("delayed", None),  # scales from past steps
+        ("fp8_lm", None),
+    ],
+)
+def test_a_recipe_has_the_operands_of_a_variant(recipe, operands):
+    assert operands_of(Recipe.named(recipe).formats) == operands
+
+
+def test_a_recipe_with_other_blocks_has_the_operands_of_no_variant():
+    formats = Recipe.deepseek_v3().formats
+    assert operands_of(replace(formats, w=OperandFormat(block=(64, 128)))) is None
+    assert operands_of(replace(formats, w=OperandFormat(block=TILE))) == ("e4m3", "1x128", "float32")
 
 
 def test_only_a_weight_has_128x128_blocks():

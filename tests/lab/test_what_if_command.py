@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from octile.lab.hardware import hardware
 from octile.lab.outliers import find_outliers
 from octile.lab.pages import hardware as hardware_page
 from octile.lab.pages import what_if_figures
-from octile.lab.pages.what_if import best
-from octile.lab.variants import SearchSpace
-from octile.lab.what_if import noise_to_db, select_gemms, what_if
+from octile.lab.pages.what_if import best, own_variant, ranked_table, short_table
+from octile.lab.variants import PUBLISHED, SearchSpace, Variant
+from octile.lab.what_if import Rank, noise_to_db, select_gemms, what_if
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.recipe import GEMMS, Recipe
@@ -52,6 +53,8 @@ def test_what_if_prints_a_ranking_and_leaves_a_page(capsys, folder):
     code, out, _ = call(capsys, "lab", "what-if", "c.safetensors", *SMALL)
     assert code == 0
     assert "E4M3 1×128" in out
+    assert "E4M3 128×128 *" in out
+    assert "* the run's recipe, deepseek_v3" in out
     assert "MXFP8" in out
     assert "The 4 best of each format (--top), " in " ".join(out.split())
     assert "SNR is about all errors, with noise over signal averaged over the GEMMs." in " ".join(out.split())
@@ -115,6 +118,40 @@ def test_the_heading_of_the_ranking_is_in_the_right_number(capsys, folder, top, 
     assert heading in read_page(folder / "lab" / "what_if.html").words
 
 
+def ranks(*variants):
+    """A ranking in which the first combination is the best."""
+    return [Rank(v, 1, 0.1 * i, 0.0, 0.1 * i, 1.0, 0.0, ("first", "fprop"), 8.0) for i, v in enumerate(variants, 1)]
+
+
+def test_the_runs_recipe_is_listed_and_marked_where_it_is_not_among_the_best():
+    variants = [replace(PUBLISHED, block="1x128"), replace(PUBLISHED, promote=32), PUBLISHED]
+    own, line = own_variant(ranks(*variants), "deepseek_v3")
+    assert (own, line) == (PUBLISHED, "* the run's recipe, deepseek_v3, except that there x has power_of_2 scales")
+    listed = best(ranks(*variants), 1, own)
+    assert [rank.variant for rank in listed] == [variants[0], PUBLISHED]
+    assert [row[0] for row in short_table(listed, own).rows] == ["E4M3 1×128", "E4M3 128×128 *"]
+    assert [row[1] for row in ranked_table(listed, own).rows] == ["1×128", "128×128 *"]
+
+
+def test_the_runs_recipe_is_marked_where_it_is_best_if_hoppers_sums_are_not_computed():
+    exact, never = Variant("mx", "1x32", "up", None, "exact"), Variant("mx", "1x32", "up", None, "sm_100")
+    other = replace(exact, scale="ocp")
+    assert own_variant(ranks(other, exact, never), "mxfp8") == (exact, "* the run's recipe, mxfp8")
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "hybrid_e5m2", "delayed", "per_tensor", "mine.toml"])
+def test_no_combination_is_marked_where_none_is_the_runs_recipe(recipe):
+    own, line = own_variant(ranks(PUBLISHED), recipe)
+    assert own is None
+    assert line == f"No combination is marked as that of the run's recipe, {recipe}"
+    assert [row[0] for row in short_table(ranks(PUBLISHED), own).rows] == ["E4M3 128×128"]
+
+
+def test_blocks_of_wgrads_x_that_are_not_computed_are_named():
+    _, line = own_variant(ranks(PUBLISHED), "wgrad_x_blocks")
+    assert line.endswith("except that there x has power_of_2 scales and wgrad's x has blocks of its own")
+
+
 def test_the_json_of_what_if_equals_the_result(capsys, folder):
     code, out, _ = call(capsys, "lab", "what-if", "c.safetensors", *SMALL, "--seed", "5", "--top", "2", "--json")
     assert code == 0
@@ -123,7 +160,10 @@ def test_the_json_of_what_if_equals_the_result(capsys, folder):
     found = what_if(select_gemms(capture), choice, sample=8, seed=5)
     found_json = json.loads(out)
     assert [(row["fmt"], row["total_snr_db"]) for row in found_json["ranking"]] == [
-        (rank.variant.fmt, noise_to_db(rank.total)) for rank in best(found.ranking(), 2)
+        (rank.variant.fmt, noise_to_db(rank.total)) for rank in best(found.ranking(), 2, PUBLISHED)
+    ]
+    assert [row["is_run_recipe"] for row in found_json["ranking"]] == [
+        rank.variant == PUBLISHED for rank in best(found.ranking(), 2, PUBLISHED)
     ]
     row = found.rows_of(best(found.ranking(), 2)[0].variant)[0]
     assert found_json["products"][0]["quantization"].keys() == row.quantization.statistics().keys()

@@ -19,10 +19,10 @@ from octile.lab.pages.figures import TERMS, Heat
 from octile.lab.pages.outliers_figures import outlier_section
 from octile.lab.pages.page import Section, parse_intervals, parse_words, write_lab_page
 from octile.lab.tensor_core.architectures import ARCHITECTURES, EVIDENCE
-from octile.lab.variants import PUBLISHED, REFERENCES, SearchSpace, Variant
+from octile.lab.variants import PUBLISHED, REFERENCES, SearchSpace, Variant, operands_of
 from octile.lab.what_if import Rank, WhatIf, noise_to_db, select_gemms, what_if
 from octile.options import Positional
-from octile.recipe import GemmName
+from octile.recipe import GemmName, Recipe
 from octile.report.console import Console
 from octile.report.table import Table, screen_table
 from octile.text import format_count, format_signed
@@ -31,6 +31,7 @@ COLUMNS = (
     *("format", "block", "scale", "promoted", "sums", "bits"),
     *("SNR (dB)", "quantization", "accumulation", "worst/RMS", "bias"),
 )
+MARK = "*"  # at the combination of the run's recipe
 SNR_MEANING = "SNR is about all errors, with noise over signal averaged over the GEMMs."
 
 
@@ -104,11 +105,12 @@ def run(options: Options) -> None:
 
     found = what_if(selected[0], space, options.sample, options.seed, progress)
     ranking = found.ranking()
-    listed, reference = best(ranking, options.top), reference_variant(ranking)
+    own, mark = own_variant(ranking, captures[0].recipe)
+    listed, reference = best(ranking, options.top, own), reference_variant(ranking)
     steps = heat_by_step(captures, selected, reference, options) if len(captures) > 1 else None
     outliers, why_no_outliers = analyze_outliers(captures[0], selected[0], text_of, options)
     if options.json:
-        print(json.dumps(as_json(found, listed, reference, outliers, steps), indent=1, allow_nan=False))
+        print(json.dumps(as_json(found, listed, reference, own, outliers, steps), indent=1, allow_nan=False))
         return
     sections = [
         Section("Terms", note=TERMS),
@@ -117,7 +119,7 @@ def run(options: Options) -> None:
     ]
     sections += [outlier_section(outliers, text_of is not None)] if outliers else []
     heading = "The best of each format" if options.top == 1 else f"The {options.top:,} best of each format"
-    sections.append(Section(heading, table=ranked_table(listed), note=_note(found)))
+    sections.append(Section(heading, table=ranked_table(listed, own), note=f"{mark}. {_note(found)}"))
     first = captures[0]
     lead = (
         f"The GEMMs of step {first.step:,} of the run “{first.run}” ({first.recipe}), computed from their captured"
@@ -125,9 +127,9 @@ def run(options: Options) -> None:
     )
     page = write_lab_page(options.out, "What if", lead, sections, [why_no_outliers] if why_no_outliers else [])
     screen = Console()
-    screen.print(screen_table(short_table(listed)))
+    screen.print(screen_table(short_table(listed, own)))
     listing = f"{heading} (--top), {len(listed):,} of {format_count(len(ranking), 'combination')}. {SNR_MEANING}"
-    for line in (listing, _describe_sample(found), *refusals(found), *unchecked(found)):
+    for line in (mark, listing, _describe_sample(found), *refusals(found), *unchecked(found)):
         screen.print_line(line)
     screen.print_line(f"pictures: {page}")
 
@@ -152,33 +154,58 @@ def reference_variant(ranking: Sequence[Rank]) -> Variant:
     return PUBLISHED if any(rank.variant == PUBLISHED for rank in ranking) else ranking[0].variant
 
 
-def best(ranking: Sequence[Rank], top: int) -> list[Rank]:
-    """Return the ranking with at most `top` combinations per format."""
+def own_variant(ranking: Sequence[Rank], recipe: str) -> tuple[Variant | None, str]:
+    """Return the combination that is a run's recipe, and a line about its mark in the table.
+
+    Of several, it is the one that octile computes on Hopper, or else the best.
+
+    Args:
+        ranking: all combinations.
+        recipe: the name of the run's recipe. A file may give a recipe any formats, so none is found for its path.
+    """
+    formats = Recipe.named(recipe).formats if recipe in Recipe.names() else None
+    operands = formats and operands_of(formats)
+    same = [v for v in (rank.variant for rank in ranking) if (v.fmt, v.block, v.scale) == operands]
+    if not (same and formats):
+        return None, f"No combination is marked as that of the run's recipe, {recipe}"
+    own = min(same, key=lambda v: (v.promote, v.arch) != (PUBLISHED.promote, PUBLISHED.arch))
+    differences = []
+    if formats.x.scale != formats.w.scale:
+        differences.append(f"x has {formats.x.scale} scales")
+    if formats.wgrad_x.block != formats.wgrad_dy.block:
+        differences.append("wgrad's x has blocks of its own")
+    except_that = f", except that there {' and '.join(differences)}" if differences else ""
+    return own, f"{MARK} the run's recipe, {recipe}{except_that}"
+
+
+def best(ranking: Sequence[Rank], top: int, own: Variant | None = None) -> list[Rank]:
+    """Return the ranking with at most `top` combinations per format, and the run's own."""
     count: Counter[str] = Counter()
     shown = []
     for rank in ranking:
         count[rank.variant.fmt] += 1
-        if count[rank.variant.fmt] <= top:
+        if count[rank.variant.fmt] <= top or rank.variant == own:
             shown.append(rank)
     return shown
 
 
-def ranked_table(ranking: Sequence[Rank]) -> Table:
-    """Return the ranking as a table."""
-    return Table(COLUMNS, [_cells(rank) for rank in ranking])
+def ranked_table(ranking: Sequence[Rank], own: Variant | None = None) -> Table:
+    """Return the ranking as a table, with a mark at the run's own combination."""
+    return Table(COLUMNS, [_cells(rank, own) for rank in ranking])
 
 
-def _cells(rank: Rank) -> tuple[str, ...]:
+def _cells(rank: Rank, own: Variant | None) -> tuple[str, ...]:
     v = rank.variant
     promoted = "–" if v.arch in REFERENCES else "never" if v.promote is None else f"every {v.promote}"
     snr = [_db(noise) for noise in (rank.total, rank.quantization, rank.accumulation)]
-    head = draw.format_label(v.fmt), draw.block_label(v.block), v.scale, promoted, v.arch
+    block = draw.block_label(v.block) + (f" {MARK}" if v == own else "")
+    head = draw.format_label(v.fmt), block, v.scale, promoted, v.arch
     return (*head, f"{rank.bits:.2f}", *snr, f"{rank.worst:.3g}", format_signed(rank.bias, ".1e"))
 
 
-def short_table(ranking: Sequence[Rank]) -> Table:
-    """Return the ranking as a table for a terminal of 80 columns."""
-    cells = [_cells(rank) for rank in ranking]
+def short_table(ranking: Sequence[Rank], own: Variant | None = None) -> Table:
+    """Return the ranking as a table for a terminal of 80 columns, with a mark at the run's own combination."""
+    cells = [_cells(rank, own) for rank in ranking]
     rows = [
         (f"{c[0]} {c[1]}", c[2], f"{c[4]} {c[3].removeprefix('every ')}".removesuffix(" –"), *c[5:10]) for c in cells
     ]
@@ -258,10 +285,11 @@ def as_json(
     found: WhatIf,
     listed: Sequence[Rank],
     reference: Variant,
+    own: Variant | None,
     outliers: Outliers | None,
     steps: tuple[GemmName, Heat] | None,
 ) -> dict[str, Any]:
-    """Return the best combinations, and the GEMMs of these and of the reference, as JSON values."""
+    """Return the best combinations and the run's own, and the GEMMs of these and of the reference, as JSON values."""
     shown = {rank.variant for rank in listed} | {reference}
     return {
         "sample": found.sample,
@@ -269,6 +297,7 @@ def as_json(
         "ranking": [
             {
                 **asdict(rank.variant),
+                "is_run_recipe": rank.variant == own,
                 "products": rank.gemms,
                 "bits": rank.bits,
                 **{
