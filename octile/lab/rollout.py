@@ -27,6 +27,7 @@ from octile.ops.cross_entropy import log_probabilities
 from octile.rl.batch import compare_log_probs, estimate_kl
 from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import Sampling
+from octile.serve.engine.stats import Stats
 from octile.serve.model.forward import observe_blocks
 from octile.serve.runner.batch import Batch, Chunk
 from octile.serve.runner.model_runner import ModelRunner
@@ -102,6 +103,29 @@ class Difference:
     where: str
     values: tuple[int, int]
     largest: float
+
+
+@dataclass(frozen=True)
+class DraftCounts:
+    """What became of the draft tokens of an engine.
+
+    Attributes:
+        verified, accepted: draft tokens that were verified, and those of them that were accepted.
+        acceptance_rate: the share that was accepted; None if none was verified.
+        tokens_per_step: tokens that a step has added to a text on average, 1 if no draft was accepted.
+    """
+
+    verified: int
+    accepted: int
+    acceptance_rate: float | None
+    tokens_per_step: float
+
+    @classmethod
+    def of(cls, stats: Stats) -> DraftCounts:
+        """Count by the statistics of an engine that has generated tokens."""
+        verified, accepted, generated = stats.drafted_tokens, stats.accepted_tokens, stats.generated_tokens
+        # a step adds the drafts that it accepts, and a token of its own
+        return cls(verified, accepted, stats.acceptance_rate, generated / (generated - accepted))
 
 
 def draw_prompts(tokens: Sequence[int], count: int, seed: int, longest: int = SHARED + LONGEST) -> list[list[int]]:

@@ -13,10 +13,11 @@ import torch
 from octile.checkpoint import hugging_face
 from octile.checkpoint.hugging_face import load, save
 from octile.lab import rollout
-from octile.lab.pages.rollout import describe
+from octile.lab.pages.rollout import describe, describe_drafts
 from octile.lab.rollout import (
     Agreement,
     Difference,
+    DraftCounts,
     Text,
     compare,
     draw_prompts,
@@ -26,6 +27,7 @@ from octile.lab.rollout import (
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.recipe import Recipe
 from octile.serve.engine.engine import Engine
+from octile.serve.engine.stats import Stats
 from octile.serve.model import forward
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights.load import Folder
@@ -65,6 +67,10 @@ def test_weights_of_the_recipe_agree_in_all_bits(capsys, folders, monkeypatch):
     assert (code, found["mode"], found["difference"], err) == (0, "exact", None, "")
     assert [each["equal"] == each["tokens"] for each in found["agreement"]] == [True, True]
     assert found["agreement"][1]["tokens"] == 60
+    drafts = found["drafts"]
+    assert 0 <= drafts["accepted"] <= drafts["verified"] > 0
+    assert drafts["acceptance_rate"] == drafts["accepted"] / drafts["verified"]
+    assert drafts["tokens_per_step"] == 60 / (60 - drafts["accepted"])
 
 
 @pytest.mark.slow
@@ -83,6 +89,23 @@ def test_in_exact_mode_a_difference_is_a_failure(capsys, folders, monkeypatch):
     assert code == 1
     assert json.loads(out)["difference"]["where"] == "norm"
     assert err == "octile: exact is served in exact mode, but not with the bits of training\n"
+
+
+def test_drafts_are_counted_where_there_are_some(capsys, folders, monkeypatch):
+    monkeypatch.chdir(folders)
+    _, out, _ = call(capsys, "lab", "rollout", "usual", *FEW, "--drafts", "1")
+    assert re.search(r"^drafts:   .* tokens per step of a text$", out, re.MULTILINE)
+    _, out, _ = call(capsys, "lab", "rollout", "usual", *FEW)
+    assert "drafts:" not in out
+
+
+def test_drafts_are_described_by_their_share_and_the_tokens_of_a_step():
+    counts = DraftCounts.of(Stats(generated_tokens=1200, drafted_tokens=1000, accepted_tokens=400))
+    assert counts == DraftCounts(1000, 400, 0.4, 1.5)
+    assert describe_drafts(counts) == "40.0% of 1,000 accepted, 1.50 tokens per step of a text"
+    assert describe_drafts(DraftCounts.of(Stats(generated_tokens=3))) == (
+        "none was verified, 1.00 tokens per step of a text"
+    )
 
 
 def test_the_steps_are_shown_on_a_terminal(capsys, folders, monkeypatch):

@@ -20,7 +20,7 @@ from octile.text import format_count
 from octile.validation import Range, check_fields
 
 if TYPE_CHECKING:
-    from octile.lab.rollout import Agreement, Difference, Text
+    from octile.lab.rollout import Agreement, Difference, DraftCounts, Text
     from octile.models.config import ModelConfig
     from octile.serve.engine.config import CacheConfig, EngineConfig
     from octile.serve.weights.load import Folder
@@ -105,7 +105,7 @@ def run(options: Options) -> None:
     count = -(-options.tokens // options.new_tokens)
     tokens = read_tokens(options.model, options.text, 20_000).tolist()
     prompts = draw_prompts(tokens, count, options.seed, longest=room)
-    texts, weights = _sample(options, folder, device, engine, cache, prompts)
+    texts, weights, drafts = _sample(options, folder, device, engine, cache, prompts)
     gc.collect()  # the engine's runner with its cache and CUDA graphs, before there is a model in high precision
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -122,10 +122,13 @@ def run(options: Options) -> None:
         difference = find_difference(model, without_graphs, texts, searched, advance)
     if options.json:
         rows = [asdict(each) for each in found]
-        print(json.dumps({"mode": mode, "agreement": rows, "difference": difference and asdict(difference)}, indent=1))
+        parts = {"difference": difference and asdict(difference), "drafts": drafts and asdict(drafts)}
+        print(json.dumps({"mode": mode, "agreement": rows, **parts}, indent=1))
     else:
         console = Console()
         console.print_line(f"engine:   {mode}, {engine.max_batch} texts at once, {format_count(count, 'text')}")
+        if drafts is not None:
+            console.print_line(f"drafts:   {describe_drafts(drafts)}")
         console.print(screen_table(table(found)))
         console.print_line(describe(found, difference))
         if options.record is not None:
@@ -172,9 +175,13 @@ def _sample(
     engine_config: EngineConfig,
     cache: CacheConfig,
     prompts: Sequence[Sequence[int]],
-) -> tuple[list[Text], ServedWeights]:
-    """Continue prompts with an engine whose cache has the pages that they need, and no more."""
-    from octile.lab.rollout import count_pages, prefill, roll_out
+) -> tuple[list[Text], ServedWeights, DraftCounts | None]:
+    """Continue prompts with an engine whose cache has the pages that they need, and no more.
+
+    Returns:
+        the texts, the engine's weights, and what became of its drafts, if it makes any.
+    """
+    from octile.lab.rollout import DraftCounts, count_pages, prefill, roll_out
 
     n_pages = count_pages(prompts, options.new_tokens, options.max_batch)
     layers = folder.model if options.drafts else replace(folder.model, num_nextn_predict_layers=0)
@@ -182,10 +189,11 @@ def _sample(
     engine, runner = folder.load(device, engine_config, cache)
     with progress_bar("sampling", len(prompts) * options.new_tokens, options.json) as advance:
         texts = roll_out(engine, prompts, options.new_tokens, options.seed, advance)
+    drafts = DraftCounts.of(engine.stats()) if options.drafts else None
     with progress_bar("prefilling", len(prompts), options.json) as advance:
         prefill(runner, texts, advance)
     runner.close()
-    return texts, runner.forward.weights
+    return texts, runner.forward.weights, drafts
 
 
 def _bytes_per_page(config: ModelConfig, cache: CacheConfig) -> int:
@@ -212,6 +220,14 @@ def table(found: Sequence[Agreement]) -> Table:
         for each in found
     ]
     return Table(columns, rows)
+
+
+def describe_drafts(drafts: DraftCounts) -> str:
+    """Say which share of the draft tokens was accepted, and how many tokens a step has added to a text."""
+    per_step = f"{drafts.tokens_per_step:.2f} tokens per step of a text"
+    if drafts.acceptance_rate is None:
+        return f"none was verified, {per_step}"
+    return f"{drafts.acceptance_rate:.1%} of {drafts.verified:,} accepted, {per_step}"
 
 
 def describe(found: Sequence[Agreement], difference: Difference | None) -> str:
