@@ -20,11 +20,13 @@ published: IEEE-like here.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from octile.validation import Range, check_fields
 
 FP32_MANTISSA = 23
 FP32_BIAS = 127
@@ -42,16 +44,43 @@ class FloatFormat:
         has_inf: whether the top exponent means Inf and NaN, as in IEEE 754; else only the last encoded value is NaN.
         signed: False for UE8M0, which has neither negative numbers nor zero.
         has_nan: False for E2M1, whose last encoded value is a number.
+
+    Raises:
+        TypeError: a field has another type.
+        ValueError: the name is empty, a number of bits is out of range, or the numbers are not all normal or subnormal
+            numbers of FP32; dtype is too small, or the fields contradict each other.
     """
 
     name: str
-    exponent_bits: int
-    mantissa_bits: int
-    bias: int
+    exponent_bits: Annotated[int, Range(at_least=1, at_most=8)]
+    mantissa_bits: Annotated[int, Range(at_least=0, at_most=FP32_MANTISSA)]
+    bias: Annotated[int, Range(at_most=FP32_BIAS)]
     dtype: torch.dtype | None
     has_inf: bool = True
     signed: bool = True
     has_nan: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dtype, torch.dtype | None):
+            raise TypeError(f"dtype must be a torch.dtype or None, not {self.dtype!r}")
+        check_fields(self)
+        if not self.name:
+            raise ValueError("name must not be empty")
+        if self.has_inf and not self.has_nan:
+            raise ValueError("has_nan must be True, not False, with has_inf: the top exponent means both")
+        if self.has_inf and self.mantissa_bits == 0:
+            raise ValueError("mantissa_bits must be at least 1, not 0, with has_inf: the mantissa tells NaN from Inf")
+        if not self.signed and self.mantissa_bits > 0:
+            raise ValueError(f"mantissa_bits must be 0, not {self.mantissa_bits}, in a format without a sign")
+        top_field = self._max_encoded >> self.mantissa_bits  # of a finite number
+        if top_field < 1:
+            raise ValueError(f"exponent_bits must be more than {self.exponent_bits}: no normal number is left")
+        if top_field - self.bias > FP32_BIAS:
+            raise ValueError(
+                f"bias must be at least {top_field - FP32_BIAS}, not {self.bias}: the largest number is none of FP32"
+            )
+        if self.dtype is not None and 8 * self.dtype.itemsize < self.bits:
+            raise ValueError(f"dtype must have at least {self.bits} bits, which {self.dtype} has not")
 
     @property
     def bits(self) -> int:

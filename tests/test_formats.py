@@ -1,6 +1,8 @@
 """Number formats: against ml_dtypes for every encoded value, against exact fractions where it has no such type."""
 
+import re
 from bisect import bisect_left
+from dataclasses import replace
 from fractions import Fraction
 
 import ml_dtypes
@@ -113,6 +115,48 @@ def test_limits_are_those_of_finfo(fmt):
 @every_format
 def test_encoded_values_are_as_wide_as_the_torch_dtype(fmt):
     assert fmt.dtype is None or fmt.bits == 8 * fmt.dtype.itemsize
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"name": ""}, ValueError, "name must not be empty"),
+        ({"name": 3}, TypeError, "name must be text, not 3"),
+        ({"exponent_bits": 0}, ValueError, "exponent_bits must be at least 1, not 0"),
+        ({"exponent_bits": 9}, ValueError, "exponent_bits must be at most 8, not 9"),
+        ({"exponent_bits": 4.0}, TypeError, "exponent_bits must be a whole number, not 4.0"),
+        ({"mantissa_bits": -1}, ValueError, "mantissa_bits must be at least 0, not -1"),
+        ({"mantissa_bits": 24}, ValueError, "mantissa_bits must be at most 23, not 24"),
+        ({"bias": 128}, ValueError, "bias must be at most 127, not 128"),
+        ({"bias": -113}, ValueError, "bias must be at least -112, not -113: the largest number is none of FP32"),
+        ({"dtype": "float8_e4m3fn"}, TypeError, "dtype must be a torch.dtype or None, not 'float8_e4m3fn'"),
+        ({"mantissa_bits": 6}, ValueError, "dtype must have at least 11 bits, which torch.float8_e4m3fn has not"),
+        ({"has_inf": 1}, TypeError, "has_inf must be true or false, not 1"),
+        ({"has_inf": True, "has_nan": False}, ValueError, "has_nan must be True, not False, with has_inf"),
+        ({"has_inf": True, "mantissa_bits": 0}, ValueError, "mantissa_bits must be at least 1, not 0, with has_inf"),
+        ({"signed": False}, ValueError, "mantissa_bits must be 0, not 3, in a format without a sign"),
+        ({"has_inf": True, "exponent_bits": 1}, ValueError, "exponent_bits must be more than 1: no normal number"),
+    ],
+)
+def test_a_format_that_cannot_be_is_refused(changes, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        replace(E4M3, **changes)
+
+
+@given(st.integers(1, 8), st.integers(0, 6), st.integers(-130, 127), *[st.booleans()] * 3)
+def test_the_numbers_of_any_format_that_is_not_refused_encode_to_themselves(
+    exponent_bits, mantissa_bits, bias, has_inf, signed, has_nan
+):
+    try:
+        fmt = FloatFormat("any", exponent_bits, mantissa_bits, bias, None, has_inf, signed, has_nan)
+    except ValueError:
+        return
+    encoded = torch.arange(1 << fmt.bits)
+    values = fmt.decode(encoded)
+    is_finite = values.isfinite()
+    assert torch.equal(fmt.encode(values[is_finite]).long(), encoded[is_finite])
+    assert values[is_finite].max() == fmt.max
+    assert (values.isnan().any(), values.isinf().any()) == (has_nan, has_inf)
 
 
 def test_formats_are_found_by_name():
