@@ -18,14 +18,14 @@ not read, as in transformers, and not written.
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octile.checkpoint import recipe_entry
 from octile.checkpoint.files import CONFIG, finish_interrupted, staged, write_json
@@ -51,6 +51,7 @@ from octile.checkpoint.recipe_entry import with_recipe
 from octile.checkpoint.shards import INDEX, SINGLE, Shards, plan_shards, write_index
 from octile.checkpoint.tensor_file import TORCH_DTYPES, TensorSpec, writing
 from octile.command_text import how_to_download, quoted_path, train_command
+from octile.layer_roles import why_high_precision
 from octile.models import hf_config
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
@@ -73,10 +74,11 @@ def save(model: DeepseekV3, folder: str | Path, weights: Weights = "fp8", files:
 
     A checkpoint that the folder holds already is replaced atomically; files of other names stay. Blocks of FP8 weights
     that have not changed since they were read from a checkpoint keep its encoded values and scales. Scales of other
-    blocks are powers of two if that checkpoint's are.
+    blocks are powers of two if that checkpoint's are. Where some layers of the model are converted to FP8, the weights
+    of those that are not are stored in BF16, too, so that `load` computes each layer as it was.
 
     Args:
-        model: on any device, its layers converted to FP8 or not.
+        model: on any device, its layers converted to FP8, some of them, or none.
         folder: created if it does not exist.
         weights: "fp8", "bf16" or "float32". FP8 and BF16 round; "float32" stores FP32 parameters exactly.
         files: further files, such as the tokenizer's, copied under their names.
@@ -104,7 +106,17 @@ def save(model: DeepseekV3, folder: str | Path, weights: Weights = "fp8", files:
         files,
         model.stored_scales,
         recipe_of(model),
+        _layers_left_out(model),
     )
+
+
+def _layers_left_out(model: DeepseekV3) -> tuple[str, ...]:
+    """Return the names of the linear layers, and modules of experts, that a conversion of the model has left out."""
+    if recipe_of(model) is None:
+        return ()
+    modules = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Experts))
+    others = (name for name, module in modules if getattr(module, "recipe", None) is None)
+    return tuple(name for name in others if why_high_precision(name) is None)
 
 
 def write_folder(
@@ -116,6 +128,7 @@ def write_folder(
     files: Iterable[str | Path] = (),
     stored_scales: Mapping[str, Tensor] | None = None,
     recipe: Recipe | None = None,
+    keep: Sequence[str] = (),
 ) -> None:
     """Write the tensors of a model, one at a time, as a Hugging Face folder.
 
@@ -126,6 +139,7 @@ def write_folder(
         read: returns the tensor of a name, on any device.
         stored_scales: the scales of the FP8 weights of the folder from which the model was read, if any.
         recipe: that of the model, which config.json names if it is batch-invariant and weights are in FP8.
+        keep: patterns of the layers that stay in high precision besides those that do so in every model.
 
     Raises:
         ValueError, FileNotFoundError, OSError: as in `save`.
@@ -137,7 +151,7 @@ def write_folder(
             raise FileNotFoundError(f"files names {other}, which does not exist")
 
     scale = scale_rule(config.extra)
-    specs = {name: storage_specs(name, shape, weights) for name, shape in shapes.items()}
+    specs = {name: storage_specs(name, shape, weights, keep) for name, shape in shapes.items()}
     plan = plan_shards({name: sum(spec.nbytes for spec in stored.values()) for name, stored in specs.items()})
     with staged(Path(folder)) as staging:
         for file, names in plan.items():
@@ -239,15 +253,18 @@ def check_weights_format(weights: str) -> None:
         raise ValueError(f"weights must be {', '.join(map(repr, HIGH_PRECISION))}, not {weights!r}")
 
 
-def storage_specs(name: str, shape: tuple[int, ...], weights: Weights) -> dict[str, TensorSpec]:
+def storage_specs(
+    name: str, shape: tuple[int, ...], weights: Weights, keep: Sequence[str] = ()
+) -> dict[str, TensorSpec]:
     """Return the specs of the tensors that store a tensor of a model: its own, and in FP8 that of its scale.
 
     Args:
         name: its Hugging Face name.
         shape: its shape.
         weights: as in `save`.
+        keep: as in `write_folder`.
     """
-    if weights == "fp8" and is_stored_in_fp8(name, shape):
+    if weights == "fp8" and is_stored_in_fp8(name, shape, keep):
         return fp8_specs(name, shape)
     dtype = torch.float32 if is_stored_in_float32(name) else HIGH_PRECISION[weights]
     return {name: TensorSpec.of(dtype, shape)}

@@ -143,6 +143,24 @@ def test_layers_that_a_folder_has_in_bf16_compute_in_high_precision(tmp_path, mo
     assert found(tokens).equal(convert(needed, keep=list(left_out))(tokens))
 
 
+def test_layers_that_a_folder_has_in_bf16_are_saved_in_bf16(tmp_path, model, same):
+    save(model, tmp_path / "once", weights="fp8")
+    dequantize_stored(tmp_path / "once", "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.experts")
+    save(load(tmp_path / "once"), tmp_path / "twice", weights="fp8")
+    once, twice = (load_file(tmp_path / name / "model.safetensors") for name in ("once", "twice"))
+    assert once.keys() == twice.keys()
+    assert [name for name in once if not same(once[name], twice[name])] == []
+    announced = json.loads((tmp_path / "twice" / "config.json").read_text())["quantization_config"]
+    assert {"model.layers.0.self_attn.o_proj", "model.layers.1.mlp.experts"} <= {*announced["modules_to_not_convert"]}
+
+
+def test_layers_that_are_left_out_of_a_conversion_are_saved_in_bf16(tmp_path, model):
+    save(convert(model, keep=["*.o_proj"]), tmp_path, weights="fp8")
+    found = load_file(tmp_path / "model.safetensors")
+    assert found["model.layers.0.self_attn.o_proj.weight"].dtype == torch.bfloat16
+    assert found[GATE_PROJ].dtype == torch.float8_e4m3fn
+
+
 def test_experts_some_of_which_a_folder_has_in_bf16_compute_in_high_precision(tmp_path, model):
     save(model, tmp_path, weights="fp8")
     dequantize_stored(tmp_path, "model.layers.1.mlp.experts.3.down_proj")
