@@ -271,7 +271,9 @@ def quantize_as_recipe(recipe: Recipe, captured: CapturedGemm) -> tuple[ScaledTe
     if captured.gemm == "fprop":
         return _quantize(captured.a, formats.x), _quantize(captured.b, formats.w)
     if captured.gemm == "dgrad":
-        return _quantize(captured.a, formats.dy), _quantize(captured.b, formats.w)
+        if formats.w.block[0] == 1:  # along the dimension that dgrad sums over, see `GemmFormats`
+            return _quantize(captured.a, formats.dy), _quantize(captured.b, formats.w)
+        return _quantize(captured.a, formats.dy), _quantize(captured.b.mT, formats.w).mT
     x = captured.b.mT
     if formats.requantizes_x and formats.wgrad_x != formats.x:
         x = _quantize(x, formats.x).dequantize()

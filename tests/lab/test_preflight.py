@@ -2,18 +2,21 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+import octile
 from octile.lab.capture import CapturedGemm
 from octile.lab.preflight import error_by_channel, model_loss, preflight, quantize_as_recipe
 from octile.lab.preflight_check import observe_batch, observe_step
 from octile.lab.tensor_core import tensor_core, tensor_core_scaled_matmul
 from octile.nn.conversion import apply_recipe
 from octile.nn.moe import Experts
-from octile.recipe import GEMMS, Recipe
+from octile.nn.observer import observe_gemms
+from octile.recipe import GEMMS, OperandFormat, Recipe
 from octile.scaled import quantize
 from tests.lab.measured_step import measure_step
 
@@ -135,6 +138,23 @@ def test_operands_are_quantized_by_the_recipe():
         for mine, theirs in zip(quantize_as_recipe(recipe, CapturedGemm("l", name, *sides[name])), pair, strict=True):
             assert torch.equal(mine.data.float(), theirs.data.float())
             assert torch.equal(mine.scale, theirs.scale)
+
+
+@pytest.mark.parametrize("block", [(1, 128), (64, 128), (128, 1), (128, 128)])
+def test_dgrads_weight_has_the_blocks_that_a_step_gives_it(block):
+    formats = Recipe.deepseek_v3().formats
+    recipe = replace(Recipe.deepseek_v3(), formats=replace(formats, w=OperandFormat(block=block)))
+    model, operands = octile.nn.Linear(130, 140, bias=False, recipe=recipe), {}
+
+    def observer(weight, fprop):
+        return lambda gemm: operands.update({gemm.name: gemm.b})
+
+    with observe_gemms(observer):
+        model(torch.randn(16, 130).requires_grad_()).sum().backward()
+    captured = CapturedGemm("l", "dgrad", torch.randn(16, 140), model.weight.detach().mT)
+    _, mine = quantize_as_recipe(recipe, captured)
+    assert mine.block == operands["dgrad"].block
+    assert torch.equal(mine.dequantize(), operands["dgrad"].dequantize())
 
 
 def test_the_model_is_not_changed():
