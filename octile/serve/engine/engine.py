@@ -144,7 +144,8 @@ class Engine:
         if self.config.n_drafts:
             self._drafter = Drafter(runner, self._scheduler, self._end_tokens)
         self._to_draft: tuple[list[Computed], Tensor] | None = None  # after `run`: its requests and hidden states
-        self._in_flight: _InFlight | _Pass | None = None  # a step that is launched and not collected
+        self._in_flight: list[_InFlight | _Pass] = []  # steps that are launched and not collected, the oldest first
+        self._outputs: list[Output] = []  # that no call has returned: an exception may have ended it
         self._adopted: list[tuple[Request, FirstToken]] = []  # since the last step
         self._grammars = GrammarCompiler(tokenizer, runner.vocab_size, self._end_tokens)
         self._compiling: dict[int, Future[Matcher]] = {}  # of requests that wait for their grammar
@@ -242,8 +243,13 @@ class Engine:
         Where tokens depend on the text before them, as with a grammar or a penalty, they are chosen once that is
         known, while the GPU computes the logits.
         """
-        failed = self._take_compiled() if self._compiling else []
-        return failed + self._first_outputs() + self._next_outputs()
+        self._step()
+        return self._take_outputs()
+
+    def _take_outputs(self) -> list[Output]:
+        """Return what steps have added to requests, once."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def _take_compiled(self) -> list[Output]:
         """Let requests join whose grammar is compiled; what ends those whose grammar cannot be.
@@ -289,10 +295,10 @@ class Engine:
         if in_flight not in get_args(InFlight):
             raise ValueError(f"in_flight must be one of {', '.join(get_args(InFlight))}, not {in_flight!r}")
         self._runner.check_weights()
-        outputs = self._finish() if in_flight == "finish" else []
-        outputs += self._first_outputs()
-        before, self._in_flight = self._in_flight, None
-        outputs += [] if before is None else self._collect(before)
+        if in_flight == "finish":
+            self._finish()
+        self._outputs += self._first_outputs()
+        self._collect_all()
         for request in self._requests.values():
             request.prompt_logprobs.clear()
         running = self._scheduler.running.values()
@@ -301,18 +307,16 @@ class Engine:
         self._scheduler.forget_latents()
         self._runner.update_weights()
         self.weights_version += 1
-        return outputs
+        return self._take_outputs()
 
-    def _finish(self) -> list[Output]:
+    def _finish(self) -> None:
         """Step until no request runs, and admit none that has not run."""
-        outputs = list[Output]()
         self.admit_new(False)
         try:
             while self.has_in_flight:
-                outputs += self.step()
+                self._step()
         finally:
             self.admit_new(True)
-        return outputs
 
     def admit_new(self, admits: bool) -> None:
         """Choose whether steps admit requests that have not run before; at first they do."""
@@ -336,8 +340,20 @@ class Engine:
                 outputs.append(self._extend(request, 0, [first.token], 0, logprobs))
         return outputs
 
-    def _next_outputs(self) -> list[Output]:
-        launched = self._in_flight
+    def _step(self) -> None:
+        """Launch a step and the one after it, as far as they are not in flight and can be, and collect the first."""
+        if self._compiling:
+            self._outputs += self._take_compiled()
+        self._outputs += self._first_outputs()
+        if len(self._in_flight) < 2:  # otherwise an exception has ended the wait for the first
+            self._launch_steps()
+        if self._in_flight:
+            self._collect()
+            self.draft()
+
+    def _launch_steps(self) -> None:
+        """Launch the first step, if it is not in flight, and the one after it, if that can be."""
+        launched = self._in_flight[0] if self._in_flight else None
         if isinstance(launched, _Pass) and launched.chosen is None:
             launched = self._choose(launched)
         if launched is None and self._can_launch(None):
@@ -345,30 +361,18 @@ class Engine:
         if launched is None and (scheduled := self._scheduler.schedule()):
             launched = self._launch_pass(scheduled, None)
         if launched is None:
-            return []
+            return
         if isinstance(launched, _InFlight) and self._precedes_pass(launched):
             launched = _make_pass(launched)
-        if isinstance(launched, _Pass):
-            return self._outputs_of_pass(launched)
-        self._in_flight = self._launch(launched, self.n_drafts) if self._can_launch(launched) else None
-        outputs = self._collect(launched)
-        if not self._requests:
-            self._in_flight = None
-        return outputs
-
-    def _outputs_of_pass(self, launched: _Pass) -> list[Output]:
-        """Collect a pass, after the launch of the next one, or of a decode step, if that can be."""
-        self._in_flight = launched  # it can still be collected if the launch fails
+        self._in_flight[:] = [launched]  # it can still be collected if the next launch fails
         after = self._launch_after(launched)
-        self._in_flight = None
-        outputs = self._collect(launched)
-        if self._requests:
-            self._in_flight = after
-        self.draft()
-        return outputs
+        if after is not None:
+            self._in_flight.append(after)
 
-    def _launch_after(self, launched: _Pass) -> _Pass | _InFlight | None:
-        """Launch what can follow a pass whose tokens are not collected; None: nothing can, or the host must wait."""
+    def _launch_after(self, launched: _Pass | _InFlight) -> _Pass | _InFlight | None:
+        """Launch what can follow a step whose tokens are not collected; None: nothing can, or the host must wait."""
+        if isinstance(launched, _InFlight):
+            return self._launch(launched, self.n_drafts) if self._can_launch(launched) else None
         if launched.chosen is None:
             return None
         if self._has_pass_ahead():
@@ -414,7 +418,7 @@ class Engine:
     @property
     def can_launch(self) -> bool:
         """Whether `launch` can be the next step: no request needs a pass of any chunks first."""
-        return not self._requests or self._can_launch(self._in_flight)
+        return not self._requests or self._can_launch(self._in_flight[-1] if self._in_flight else None)
 
     def launch(self, n_drafts: int) -> list[Output]:
         """Launch a decode step of the running requests, if there are any, and collect the one launched before.
@@ -422,24 +426,28 @@ class Engine:
         Args:
             n_drafts: drafts that the step makes for each request: ranks that exchange rows make as many.
         """
-        before = self._in_flight
+        before = self._in_flight[-1] if self._in_flight else None
         assert not isinstance(before, _Pass)  # ranks collect each pass before the next one
-        self._in_flight = self._launch(before, n_drafts) if self._requests else None
-        outputs = [] if before is None else self._collect(before)
-        if not self._requests:
-            self._in_flight = None
-        return outputs
+        has_room = len(self._in_flight) < 2  # otherwise an exception has ended the wait for the first
+        if self._requests and has_room and (step := self._launch(before, n_drafts)) is not None:
+            self._in_flight.append(step)
+        if before is not None:
+            self._collect()
+        return self._take_outputs()
 
     def schedule(self) -> tuple[list[Output], list[Scheduled]]:
         """Collect the decode step in flight, and choose the chunks of the next forward pass, which `run` runs."""
-        outputs = self._take_compiled() if self._compiling else []
-        before, self._in_flight = self._in_flight, None
-        outputs += [] if before is None else self._collect(before)
-        return outputs, self._scheduler.schedule()
+        if self._compiling:
+            self._outputs += self._take_compiled()
+        self._collect_all()
+        return self._take_outputs(), self._scheduler.schedule()
 
     def run(self, scheduled: Sequence[Scheduled]) -> list[Output]:
         """Run a forward pass of chunks that were just scheduled, and collect what it has chosen; `draft` follows."""
-        return self._collect(self._launch_pass(scheduled, None)) if scheduled else []
+        if scheduled:
+            self._in_flight.append(self._launch_pass(scheduled, None))
+            self._collect()
+        return self._take_outputs()
 
     def _launch_pass(self, scheduled: Sequence[Scheduled], chosen_before: Tensor | None) -> _Pass:
         """Launch a forward pass of chunks that were just scheduled.
@@ -497,13 +505,26 @@ class Engine:
                 rows += [Row(request.sampling, request.seed, length + i, text) for i, text in enumerate(texts)]
         return rows
 
-    def _collect(self, launched: _InFlight | _Pass) -> list[Output]:
-        """Wait for a step, and return what it adds to its requests."""
+    def _collect_all(self) -> None:
+        """Wait for all steps in flight, and add what they add to their requests to the outputs."""
+        while self._in_flight:
+            self._collect()
+            self.draft()
+
+    def _collect(self) -> None:
+        """Wait for the first step in flight, and add what it adds to its requests to the outputs.
+
+        It stays in flight if an exception ends the wait, such as KeyboardInterrupt.
+        """
+        launched = self._in_flight[0]
         if isinstance(launched, _InFlight):
-            return self._collect_decoded(launched)
-        if launched.chosen is not None:
-            return self._collect_chosen(launched.choosing, launched.chosen)
-        return self._collect_logits(launched)
+            self._outputs += self._collect_decoded(launched)
+        elif launched.chosen is not None:
+            self._outputs += self._collect_chosen(launched.choosing, launched.chosen)
+        else:
+            self._outputs += self._collect_logits(launched)
+        if not self._requests:
+            self._in_flight.clear()
 
     def _collect_chosen(
         self, choosing: Sequence[tuple[Request, int]], chosen: ChosenTokens | DecodedTokens
@@ -512,7 +533,8 @@ class Engine:
 
         These may already have a placeholder for the token after it.
         """
-        found = chosen.wait() if isinstance(chosen, ChosenTokens) else map(_chosen, chosen.wait())
+        found = chosen.wait() if isinstance(chosen, ChosenTokens) else [*map(_chosen, chosen.wait())]
+        del self._in_flight[0]
         outputs: list[Output] = []
         for (request, end), (token, logprobs) in zip(choosing, found, strict=True):
             if request.finish_reason is not None:
@@ -532,6 +554,7 @@ class Engine:
         assert results is not None  # until its tokens are chosen
         tokens, logprobs, errors = choose_tokens(results.logits, self._rows(launched))
         wrong = self._score_prompts(launched.scheduled, results.hidden)
+        del self._in_flight[0]
         outputs: list[Output] = []
         computed: list[Computed] = []
         n_rows = first = 0
@@ -683,10 +706,10 @@ class Engine:
 
     def _collect_decoded(self, launched: _InFlight) -> list[Output]:
         """Wait for a decode step, and return what it adds to its requests."""
+        found = launched.tokens.wait()
+        del self._in_flight[0]
         outputs: list[Output] = []
-        for request, verified, decoded in zip(
-            launched.requests, launched.verified, launched.tokens.wait(), strict=True
-        ):
+        for request, verified, decoded in zip(launched.requests, launched.verified, found, strict=True):
             if request.finish_reason is not None:
                 continue  # it has ended since the step was launched
             n_drafts = min(verified, len(request.drafts), request.n_remaining - 1)
@@ -724,7 +747,7 @@ class Engine:
 
     def close(self) -> None:
         """Cancel all requests."""
-        self._in_flight = None
+        self._in_flight.clear()
         for request_id in list(self._requests):
             self.cancel(request_id)
         self._grammars.close()

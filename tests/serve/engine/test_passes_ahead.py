@@ -2,6 +2,7 @@
 collected, over a fake model.
 """
 
+import contextlib
 import random
 from array import array
 
@@ -138,9 +139,9 @@ def test_a_pass_of_plain_requests_is_chosen_at_once_beside_one_that_depends_on_i
         engine.step()
     penalized = engine.add([3] * 5, Sampling(3, 1.0, seed=1, presence_penalty=1.0, ignore_eos=True))
     engine.step()
-    assert engine._in_flight.chosen is not None
+    assert engine._in_flight[0].chosen is not None
     engine.step()
-    assert engine._in_flight.chosen is None  # its next token depends on the first one
+    assert engine._in_flight[0].chosen is None  # its next token depends on the first one
     run(engine)
     for request in (plain, penalized):
         assert request.tokens.tolist() == [*request.prompt, *engine._runner.text_of(request.prompt, request.sampling)]
@@ -295,7 +296,7 @@ def test_a_prefix_is_shared_while_the_pass_that_computes_it_is_not_collected(eng
     engine.add([1] * 12, Sampling(1))
     engine.add([2] * 33, Sampling(1))
     engine.step()
-    assert isinstance(engine._in_flight, engine_module._Pass)
+    assert isinstance(engine._in_flight[0], engine_module._Pass)
     engine.add([2] * 33, Sampling(1))
     run(engine)
     assert engine.stats().shared_tokens == 32
@@ -359,7 +360,7 @@ def test_weights_are_updated_after_the_pass_in_flight(engine_of, in_flight, chan
     engine.add([3] * 60, Sampling(1))
     for _ in range(3):
         engine.step()
-    assert isinstance(engine._in_flight, engine_module._Pass)
+    assert isinstance(engine._in_flight[0], engine_module._Pass)
     n_before = first.n_generated - (first.tokens[-1] < 0)
     outputs = engine.update_weights(in_flight)
     new = [token for output in outputs if output.request_id == first.id for token in output.tokens]
@@ -458,6 +459,65 @@ def test_a_request_that_is_preempted_before_its_pass_is_collected_goes_on(engine
     engine._scheduler.recompute([request])
     assert [*run(engine)[request.id][0]] == engine._runner.text_of([1, 2], Sampling(9))[-7:]
     assert engine.stats().used_pages == 0
+
+
+def interrupt(monkeypatch, seed):
+    """Have each third wait for tokens, on average, end with an exception, and return a list with an entry for each."""
+    draw, found = random.Random(seed), []
+
+    def interrupted(wait):
+        def wait_or_raise(*args):
+            if draw.random() < 1 / 3:
+                found.append(args)
+                raise KeyboardInterrupt
+            return wait(*args)
+
+        return wait_or_raise
+
+    for kind in ChosenTokens, DecodedTokens:
+        monkeypatch.setattr(kind, "wait", interrupted(kind.wait))
+    for name in "choose_tokens", "token_logprobs":
+        monkeypatch.setattr(engine_module, name, interrupted(getattr(engine_module, name)))
+    return found
+
+
+def go_on(call):
+    """Call something until no interrupt ends it."""
+    while True:
+        with contextlib.suppress(KeyboardInterrupt):
+            return call()
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize("n_drafts", [0, 2])
+@pytest.mark.parametrize("ways", [PLAIN, WAYS, OF_TEXT], ids=["plain", "mixed", "of_text"])
+@pytest.mark.parametrize("seed", range(2))
+def test_interrupted_waits_lose_no_tokens(engine_of, monkeypatch, seed, ways, n_drafts):
+    expected = random_run(engine_of(ahead=False), seed, ways, pause=9)
+    runner = FakeRunner(n_pages=40, scale=2.0, max_ahead=4, n_drafts=n_drafts)
+    engine = engine_of(runner=runner, n_drafts=n_drafts)
+    found, step = interrupt(monkeypatch, seed), engine.step
+    monkeypatch.setattr(engine, "step", lambda: go_on(step))
+    assert random_run(engine, seed, ways, pause=9) == expected
+    assert found
+    assert engine.stats().used_pages == 0
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "recompute", "continue"])
+def test_an_update_that_an_interrupted_wait_ends_can_be_called_again(engine_of, monkeypatch, in_flight):
+    engine = engine_of(max_step_tokens=8)
+    engine.add([1, 2], Sampling(12, ignore_eos=True))
+    engine.add([3] * 30, Sampling(9, ignore_eos=True))
+    found = {}
+    for _ in range(3):
+        add_to(found, engine.step())
+    with monkeypatch.context() as patch:
+        interrupt(patch, 0)
+        add_to(found, go_on(lambda: engine.update_weights(in_flight)))
+    while engine.has_work:
+        add_to(found, engine.step())
+    assert [len(result[0]) for result in found.values()] == [12, 9]
+    assert engine.weights_version == 1
 
 
 def test_chosen_tokens_are_those_of_the_device():
