@@ -52,8 +52,8 @@ ENDED = Row(Sampling(temperature=0.0), 0, 0)  # of a request that has ended; its
 NO_TOKEN_WORDS = {NOT_A_NUMBER: "NaN", POSITIVE_INFINITY: "+Inf", ALL_MASKED: "-Inf for all tokens"}
 
 
-class _InFlight(NamedTuple):
-    """A decode step that is launched, and its requests.
+class _DecodeStep(NamedTuple):
+    """A decode step that is launched: it chooses its tokens itself.
 
     Attributes:
         requests: its requests.
@@ -68,26 +68,38 @@ class _InFlight(NamedTuple):
     tokens: DecodedTokens
 
 
-class _Pass(NamedTuple):
-    """A forward pass of chunks that is launched: its tokens are chosen already, or later.
+class _LogitsPass(NamedTuple):
+    """A forward pass of chunks that is launched, and whose tokens are not chosen.
 
     They are chosen later if that depends on the tokens of the pass before, which the host does not know yet, or if the
-    host waits for each pass: while a prompt is scored, with drafts, or without `runs_ahead`. A decode step becomes a
-    pass when another one is launched after it.
+    host waits for each pass: while a prompt is scored, with drafts, or without `runs_ahead`.
 
     Attributes:
-        scheduled: its requests, and how many tokens of each it computes; empty once tokens are chosen.
+        scheduled: its requests, and how many tokens of each it computes.
         n_logits: for how many tokens of each, the last ones, there are logits.
-        results: what the runner computes; None once tokens are chosen.
-        choosing: the requests that get a token, and its position, if it is chosen.
-        chosen: the tokens that it has chosen; None: it has not.
+        results: what the runner computes.
     """
 
-    scheduled: Sequence[Scheduled] = ()
-    n_logits: Sequence[int] = ()
-    results: Results | None = None
-    choosing: Sequence[tuple[Request, int]] = ()
-    chosen: ChosenTokens | DecodedTokens | None = None
+    scheduled: Sequence[Scheduled]
+    n_logits: Sequence[int]
+    results: Results
+
+
+class _ChosenPass(NamedTuple):
+    """A forward pass whose tokens are chosen, or a decode step after which one is launched.
+
+    Each request has a placeholder for its token.
+
+    Attributes:
+        choosing: the requests that get a token, and its position.
+        chosen: the tokens.
+    """
+
+    choosing: Sequence[tuple[Request, int]]
+    chosen: ChosenTokens | DecodedTokens
+
+
+_Launched = _DecodeStep | _LogitsPass | _ChosenPass
 
 
 class FirstToken(NamedTuple):
@@ -144,7 +156,7 @@ class Engine:
         if self.config.n_drafts:
             self._drafter = Drafter(runner, self._scheduler, self._end_tokens)
         self._to_draft: tuple[list[Computed], Tensor] | None = None  # after `run`: its requests and hidden states
-        self._in_flight: list[_InFlight | _Pass] = []  # steps that are launched and not collected, the oldest first
+        self._in_flight: list[_Launched] = []  # steps that are launched and not collected, the oldest first
         self._outputs: list[Output] = []  # that no call has returned: an exception may have ended it
         self._adopted: list[tuple[Request, FirstToken]] = []  # since the last step
         self._grammars = GrammarCompiler(tokenizer, runner.vocab_size, self._end_tokens)
@@ -353,49 +365,45 @@ class Engine:
 
     def _launch_steps(self) -> None:
         """Launch the first step, if it is not in flight, and the one after it, if that can be."""
-        launched = self._in_flight[0] if self._in_flight else None
-        if isinstance(launched, _Pass) and launched.chosen is None:
-            launched = self._choose(launched)
-        if launched is None and self._can_launch(None):
-            launched = self._launch(None, self.n_drafts)
-        if launched is None and (scheduled := self._scheduler.schedule()):
-            launched = self._launch_pass(scheduled, None)
-        if launched is None:
-            return
-        if isinstance(launched, _InFlight) and self._precedes_pass(launched):
-            launched = _make_pass(launched)
-        self._in_flight[:] = [launched]  # it can still be collected if the next launch fails
-        after = self._launch_after(launched)
-        if after is not None:
-            self._in_flight.append(after)
+        if not self._in_flight:
+            self._in_flight += self._launch_first()
+        elif isinstance(first := self._in_flight[0], _LogitsPass):
+            self._in_flight[0] = self._choose(first)
+        if self._in_flight:
+            self._in_flight += self._launch_after(self._in_flight[0])
 
-    def _launch_after(self, launched: _Pass | _InFlight) -> _Pass | _InFlight | None:
-        """Launch what can follow a step whose tokens are not collected; None: nothing can, or the host must wait."""
-        if isinstance(launched, _InFlight):
-            return self._launch(launched, self.n_drafts) if self._can_launch(launched) else None
-        if launched.chosen is None:
-            return None
-        if self._has_pass_ahead():
-            scheduled = self._scheduler.schedule()
-            return self._launch_pass(scheduled, launched.chosen.on_device) if scheduled else None
-        # decode steps would leave out a request whose token the pass does not choose: one of its prompt may be left
-        has_all = all(request.tokens[-1] < 0 for request in self._scheduler.running.values())
-        is_small = len(launched.choosing) <= self._runner.max_ahead
-        return self._launch(launched, 0) if has_all and is_small and self._can_launch(launched) else None
+    def _launch_first(self) -> Sequence[_Launched]:
+        """Launch a step while none is in flight, if there is one."""
+        if self._can_launch(None):
+            return self._launch(None, self.n_drafts)
+        scheduled = self._scheduler.schedule()
+        return [self._launch_pass(scheduled, None)] if scheduled else []
 
-    def _precedes_pass(self, launched: _InFlight) -> bool:
-        """Whether a pass of chunks can follow a decode step whose tokens are not collected."""
-        goes_ahead = self.runs_ahead and self._drafter is None and launched.tokens.on_device is not None
-        return goes_ahead and self._has_pass_ahead()
+    def _launch_after(self, first: _Launched) -> Sequence[_Launched]:
+        """Launch a step after one in flight, if there is one and it needs nothing that the host does not know yet."""
+        if isinstance(first, _LogitsPass):
+            return []
+        if self._decodes_next():
+            return self._launch(first, self.n_drafts) if self._has_room_after(first) else []
+        if not self._may_pass_ahead():
+            return []
+        if isinstance(first, _DecodeStep):
+            first = self._in_flight[0] = _make_pass(first)
+        scheduled = self._scheduler.schedule()
+        return [self._launch_pass(scheduled, first.chosen.on_device)] if scheduled else []
 
-    def _has_pass_ahead(self) -> bool:
-        """Whether the next step must be a forward pass of chunks, and no running request needs its prompt scored."""
-        running, waiting = self._scheduler.running.values(), self._scheduler.waiting
+    def _may_pass_ahead(self) -> bool:
+        """Whether a pass of chunks may be launched before the tokens of the step before are known."""
+        waiting = self._scheduler.waiting
         if waiting and waiting[0].tokens[-1] < 0:  # it was preempted: no pass reads its tokens before they are known
             return False
-        if all(map(self._joins_decode_step, running)) and not self._scheduler.can_admit():
-            return False
-        return not any(request.needs_prompt_logprobs for request in running)
+        scores_prompt = any(request.needs_prompt_logprobs for request in self._scheduler.running.values())
+        return self._goes_ahead and not scores_prompt
+
+    @property
+    def _goes_ahead(self) -> bool:
+        """Whether tokens of passes are chosen before they are computed."""
+        return self.runs_ahead and self._drafter is None
 
     @property
     def n_running(self) -> int:
@@ -427,10 +435,8 @@ class Engine:
             n_drafts: drafts that the step makes for each request: ranks that exchange rows make as many.
         """
         before = self._in_flight[-1] if self._in_flight else None
-        assert not isinstance(before, _Pass)  # ranks collect each pass before the next one
-        has_room = len(self._in_flight) < 2  # otherwise an exception has ended the wait for the first
-        if self._requests and has_room and (step := self._launch(before, n_drafts)) is not None:
-            self._in_flight.append(step)
+        if self._requests and len(self._in_flight) < 2:  # as in `_step`
+            self._in_flight += self._launch(before, n_drafts)
         if before is not None:
             self._collect()
         return self._take_outputs()
@@ -449,7 +455,7 @@ class Engine:
             self._collect()
         return self._take_outputs()
 
-    def _launch_pass(self, scheduled: Sequence[Scheduled], chosen_before: Tensor | None) -> _Pass:
+    def _launch_pass(self, scheduled: Sequence[Scheduled], chosen_before: Tensor | None) -> _LogitsPass | _ChosenPass:
         """Launch a forward pass of chunks that were just scheduled.
 
         Args:
@@ -461,19 +467,17 @@ class Engine:
         chunks = [_chunk(s) for s in scheduled]
         continued = [request for request, _ in scheduled if request.tokens[-1] < 0]
         results = self._runner.run(Batch(chunks, chosen_before if continued else None))
-        launched = _Pass(scheduled, [chunk.n_logits for chunk in chunks], results)
+        launched = _LogitsPass(scheduled, [chunk.n_logits for chunk in chunks], results)
         needs_text = any(request.sampling.changes_logits for request in continued)
         return launched if needs_text else self._choose(launched)
 
-    def _choose(self, launched: _Pass) -> _Pass:
+    def _choose(self, launched: _LogitsPass) -> _LogitsPass | _ChosenPass:
         """Choose the tokens of a pass, whose logits a GPU may not have computed yet.
 
         The pass is returned unchanged if the host waits for each one, or if choosing raises an exception.
         """
-        scheduled, n_logits, results = launched.scheduled, launched.n_logits, launched.results
-        assert results is not None  # until its tokens are chosen
-        goes_ahead = self.runs_ahead and self._drafter is None
-        if not goes_ahead or any(request.needs_prompt_logprobs for request, _ in scheduled):
+        scheduled, n_logits, results = launched
+        if not self._goes_ahead or any(request.needs_prompt_logprobs for request, _ in scheduled):
             return launched
         try:
             chosen = ChosenTokens(results.logits, self._rows(launched))
@@ -492,9 +496,9 @@ class Engine:
                 self._scheduler.advance(request, end)
             if n:
                 request.tokens.append(-len(choosing))
-        return _Pass(choosing=choosing, chosen=chosen)
+        return _ChosenPass(choosing, chosen)
 
-    def _rows(self, launched: _Pass) -> list[Row]:
+    def _rows(self, launched: _LogitsPass) -> list[Row]:
         """How the token after each row of logits is chosen. Rows of ended requests are greedy, and ignored."""
         rows: list[Row] = []
         for (request, _), n in zip(launched.scheduled, launched.n_logits, strict=True):
@@ -517,22 +521,21 @@ class Engine:
         It stays in flight if an exception ends the wait, such as KeyboardInterrupt.
         """
         launched = self._in_flight[0]
-        if isinstance(launched, _InFlight):
+        if isinstance(launched, _DecodeStep):
             self._outputs += self._collect_decoded(launched)
-        elif launched.chosen is not None:
-            self._outputs += self._collect_chosen(launched.choosing, launched.chosen)
+        elif isinstance(launched, _ChosenPass):
+            self._outputs += self._collect_chosen(launched)
         else:
             self._outputs += self._collect_logits(launched)
         if not self._requests:
             self._in_flight.clear()
 
-    def _collect_chosen(
-        self, choosing: Sequence[tuple[Request, int]], chosen: ChosenTokens | DecodedTokens
-    ) -> list[Output]:
+    def _collect_chosen(self, launched: _ChosenPass) -> list[Output]:
         """Wait for the tokens of a pass, and return what they add to its requests.
 
         These may already have a placeholder for the token after it.
         """
+        choosing, chosen = launched
         found = chosen.wait() if isinstance(chosen, ChosenTokens) else [*map(_chosen, chosen.wait())]
         del self._in_flight[0]
         outputs: list[Output] = []
@@ -548,10 +551,9 @@ class Engine:
                 request.tokens.extend(later)
         return outputs
 
-    def _collect_logits(self, launched: _Pass) -> list[Output]:
+    def _collect_logits(self, launched: _LogitsPass) -> list[Output]:
         """Choose the tokens of a pass, and return what they add to its requests."""
         results = launched.results
-        assert results is not None  # until its tokens are chosen
         tokens, logprobs, errors = choose_tokens(results.logits, self._rows(launched))
         wrong = self._score_prompts(launched.scheduled, results.hidden)
         del self._in_flight[0]
@@ -629,20 +631,38 @@ class Engine:
         if self._drafter is not None:
             self._drafter.lacks_draft = False
 
-    def _can_launch(self, before: _InFlight | _Pass | None) -> bool:
+    def _can_launch(self, before: _Launched | None) -> bool:
         """Whether a decode step of all running requests can be launched, and no other can join them.
 
         Args:
             before: the step that is launched and not collected, if there is one.
         """
-        scheduler, running = self._scheduler, self._scheduler.running
-        if not 0 < len(running) <= self._runner.max_ahead or self._runner.n_drafts != self.config.n_drafts:
+        return self._decodes_next() and self._has_room_after(before)
+
+    def _decodes_next(self) -> bool:
+        """Whether all running requests decode, decode steps honor their samplings, and no other can join them."""
+        running = self._scheduler.running.values()
+        return all(map(self._joins_decode_step, running)) and not self._scheduler.can_admit()
+
+    def _has_room_after(self, before: _Launched | None) -> bool:
+        """Whether a decode step after `before` has rows and pages for all running requests, and `before` their tokens.
+
+        Args:
+            before: as in `_can_launch`.
+        """
+        scheduler, running, most = self._scheduler, self._scheduler.running, self._runner.max_ahead
+        if not 0 < len(running) <= most or self._runner.n_drafts != self.config.n_drafts:
             return False
+        if isinstance(before, _LogitsPass):
+            return False
+        if isinstance(before, _ChosenPass):
+            # the step would leave out a request whose token the pass does not choose: one of its prompt may be left
+            has_all = all(request.tokens[-1] < 0 for request in running.values())
+            if not has_all or len(before.choosing) > most:
+                return False
         is_launched = before is not None
-        if not isinstance(before, _InFlight) and not all(map(self._joins_decode_step, running.values())):
-            return False
         missing = sum(scheduler.n_missing(request, self._reach(request, is_launched)) for request in running.values())
-        return missing <= self._pages.n_free and not scheduler.can_admit()
+        return missing <= self._pages.n_free
 
     def _reach(self, request: Request, is_launched: bool) -> int:
         """The positions of a request's text up to the last that its next decode step can write.
@@ -655,8 +675,8 @@ class Engine:
         reached = _n_known(request) + _beyond(n_drafts) + (1 + n_drafts if is_launched else 0)
         return min(reached, request.max_length - 1)  # the last token is not an input
 
-    def _launch(self, before: _InFlight | _Pass | None, n_drafts: int) -> _InFlight | None:
-        """Launch a decode step of the running requests; those that `before` surely ends are left out.
+    def _launch(self, before: _Launched | None, n_drafts: int) -> Sequence[_DecodeStep]:
+        """Launch a decode step of the running requests but those that `before` surely ends, if others are left.
 
         Args:
             before: the step that is launched and not collected, if there is one.
@@ -665,9 +685,9 @@ class Engine:
         continued: list[Request] = []
         chosen: Tensor | None = None
         n_before = 0
-        if isinstance(before, _InFlight):
+        if isinstance(before, _DecodeStep):
             continued, n_before = before.requests, before.n_drafts
-        elif before is not None and before.chosen is not None:
+        elif isinstance(before, _ChosenPass):
             continued, chosen = [request for request, _ in before.choosing], before.chosen.on_device
         sources = {request.id: i for i, request in enumerate(continued)}
         requests: list[Request] = []
@@ -692,11 +712,11 @@ class Engine:
             how = request.seed, sampling.top_k, most, sampling.temperature, sampling.top_p, sampling.min_p
             rows.append(DecodeRequest(source, length - 1, end, *how, tokens, request.pages))
         if not rows:
-            return None
+            return []
         self._steps += 1
         self._steps_ahead += before is not None
         log_probs = any(request.sampling.logprobs is not None for request in requests)
-        return _InFlight(requests, verified, n_drafts, self._runner.decode(rows, n_drafts, log_probs, chosen))
+        return [_DecodeStep(requests, verified, n_drafts, self._runner.decode(rows, n_drafts, log_probs, chosen))]
 
     def _joins_decode_step(self, request: Request) -> bool:
         """Whether a request decodes, and a decode step honors its sampling."""
@@ -704,7 +724,7 @@ class Engine:
         has_results = sampling.logprobs is None or not self.config.n_drafts  # with drafts a step returns tokens alone
         return request.n_pending == 1 and sampling.joins_decode_steps and has_results
 
-    def _collect_decoded(self, launched: _InFlight) -> list[Output]:
+    def _collect_decoded(self, launched: _DecodeStep) -> list[Output]:
         """Wait for a decode step, and return what it adds to its requests."""
         found = launched.tokens.wait()
         del self._in_flight[0]
@@ -851,7 +871,7 @@ def _wanted(logprobs: TokenLogprobs | None, request: Request) -> list[TokenLogpr
     return [] if logprobs is None or request.sampling.logprobs is None else [logprobs]
 
 
-def _make_pass(launched: _InFlight) -> _Pass:
+def _make_pass(launched: _DecodeStep) -> _ChosenPass:
     """Make a pass of a decode step in flight: its requests get a placeholder for the token that it chooses."""
     choosing: list[tuple[Request, int]] = []
     for i, request in enumerate(launched.requests):
@@ -860,7 +880,7 @@ def _make_pass(launched: _InFlight) -> _Pass:
         if request.finish_reason is None:
             request.n_computed = end  # its page is shared when the token is known
             request.tokens.append(-1 - i)
-    return _Pass(choosing=choosing, chosen=launched.tokens)
+    return _ChosenPass(choosing, launched.tokens)
 
 
 def _beyond(n_drafts: int) -> int:

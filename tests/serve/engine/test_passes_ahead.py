@@ -139,9 +139,9 @@ def test_a_pass_of_plain_requests_is_chosen_at_once_beside_one_that_depends_on_i
         engine.step()
     penalized = engine.add([3] * 5, Sampling(3, 1.0, seed=1, presence_penalty=1.0, ignore_eos=True))
     engine.step()
-    assert engine._in_flight[0].chosen is not None
+    assert isinstance(engine._in_flight[0], engine_module._ChosenPass)
     engine.step()
-    assert engine._in_flight[0].chosen is None  # its next token depends on the first one
+    assert isinstance(engine._in_flight[0], engine_module._LogitsPass)  # its next token depends on the first one
     run(engine)
     for request in (plain, penalized):
         assert request.tokens.tolist() == [*request.prompt, *engine._runner.text_of(request.prompt, request.sampling)]
@@ -296,7 +296,7 @@ def test_a_prefix_is_shared_while_the_pass_that_computes_it_is_not_collected(eng
     engine.add([1] * 12, Sampling(1))
     engine.add([2] * 33, Sampling(1))
     engine.step()
-    assert isinstance(engine._in_flight[0], engine_module._Pass)
+    assert isinstance(engine._in_flight[0], engine_module._ChosenPass)
     engine.add([2] * 33, Sampling(1))
     run(engine)
     assert engine.stats().shared_tokens == 32
@@ -360,7 +360,7 @@ def test_weights_are_updated_after_the_pass_in_flight(engine_of, in_flight, chan
     engine.add([3] * 60, Sampling(1))
     for _ in range(3):
         engine.step()
-    assert isinstance(engine._in_flight[0], engine_module._Pass)
+    assert not isinstance(engine._in_flight[0], engine_module._DecodeStep)
     n_before = first.n_generated - (first.tokens[-1] < 0)
     outputs = engine.update_weights(in_flight)
     new = [token for output in outputs if output.request_id == first.id for token in output.tokens]
