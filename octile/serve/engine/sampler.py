@@ -78,8 +78,10 @@ def log_probabilities(logits_LV: Tensor, tokens: Sequence[int], rows: Sequence[R
         tokens: the L chosen ones.
         rows: L of them, each with sampling.logprobs.
     """
-    found = token_logprobs(logits_LV, tokens, [row.sampling.logprobs or 0 for row in rows])
-    return [*map(_without_rank, found)]
+    counts = [row.sampling.logprobs or 0 for row in rows]
+    n_top = max(counts)
+    scores = _scores(logits_LV, send(torch.tensor(tokens), logits_LV.device), n_top, ranks=n_top > 0)
+    return [*map(_without_rank, _read_scores(scores, tokens, counts))]
 
 
 def _without_rank(entry: TokenLogprobs) -> TokenLogprobs:
@@ -95,23 +97,32 @@ def token_logprobs(logits_LV: Tensor, tokens: Sequence[int], counts: Sequence[in
         tokens: L of them, one for each row.
         counts: how many most likely tokens of each row are wanted.
     """
-    scores = _scores(logits_LV, send(torch.tensor(tokens), logits_LV.device), max(counts))
+    scores = _scores(logits_LV, send(torch.tensor(tokens), logits_LV.device), max(counts), ranks=True)
     return _read_scores(scores, tokens, counts)
 
 
-def _scores(logits_LV: Tensor, tokens_L: Tensor, n_top: int) -> tuple[Tensor, ...]:
-    """Compute the log-probabilities of a token of each row, its rank, the n_top most likely tokens, and theirs."""
+def _scores(logits_LV: Tensor, tokens_L: Tensor, n_top: int, ranks: bool) -> list[Tensor]:
+    """Compute the log-probability of a token of each row, without `ranks` nothing else.
+
+    With them its rank, the n_top most likely tokens of the row, and their log-probabilities follow.
+    """
+    if not ranks:
+        losses, _ = cross_entropy.cross_entropy(logits_LV, tokens_L)
+        return [0.0 - losses]  # with the bits of `cross_entropy.log_probabilities`
     logprobs_LV = cross_entropy.log_probabilities(logits_LV)
     token_logprobs_L1 = logprobs_LV.gather(1, tokens_L[:, None])
     top_LN, top_tokens_LN = logprobs_LV.topk(min(n_top, logits_LV.shape[1]))
-    return token_logprobs_L1[:, 0], (logprobs_LV >= token_logprobs_L1).sum(-1), top_tokens_LN, top_LN
+    return [token_logprobs_L1[:, 0], (logprobs_LV >= token_logprobs_L1).sum(-1), top_tokens_LN, top_LN]
 
 
 def _read_scores(scores: Sequence[Tensor], tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Convert the tensors of `_scores` to the results of `token_logprobs`; counts: most likely tokens of each row."""
+    """Convert the tensors of `_scores` to log-probabilities; counts: most likely tokens of each row."""
+    logprobs, *others = (t.tolist() for t in scores)
+    if not others:
+        return [TokenLogprobs(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
     return [
         TokenLogprobs(token, logprob, tuple(zip(best[:count], values[:count], strict=True)), rank)
-        for token, count, logprob, rank, best, values in zip(tokens, counts, *(t.tolist() for t in scores), strict=True)
+        for token, count, logprob, rank, best, values in zip(tokens, counts, logprobs, *others, strict=True)
     ]
 
 
@@ -133,7 +144,8 @@ class ChosenTokens:
         if self._counts:
             at = send(torch.tensor([*self._counts]), logits_LV.device)
             tokens = self.on_device.index_select(0, at).clamp(min=0)  # scores of rows without a token are dropped
-            tensors += _scores(logits_LV.index_select(0, at), tokens, max(self._counts.values()))
+            n_top = max(self._counts.values())
+            tensors += _scores(logits_LV.index_select(0, at), tokens, n_top, ranks=n_top > 0)
         self._ready: torch.cuda.Event | None = None
         self._on_host = [torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for t in tensors]
         for host, t in zip(self._on_host, tensors, strict=True):

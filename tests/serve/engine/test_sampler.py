@@ -11,7 +11,15 @@ from torch import Tensor
 from octile.ops.sample_tokens import ALL_MASKED, NOT_A_NUMBER, POSITIVE_INFINITY
 from octile.serve.engine import sampler
 from octile.serve.engine.request import MAX_TOP_K, Sampling
-from octile.serve.engine.sampler import Row, TokenChoice, choose, choose_each, choose_tokens, log_probabilities
+from octile.serve.engine.sampler import (
+    ChosenTokens,
+    Row,
+    TokenChoice,
+    choose,
+    choose_each,
+    choose_tokens,
+    log_probabilities,
+)
 
 LOGITS = torch.tensor([0.0, 2.0, 1.0, -1.0])  # probabilities 0.087, 0.644, 0.237, 0.032
 N = 4000
@@ -146,6 +154,15 @@ def test_log_probabilities_are_those_of_the_model_before_temperature():
     assert found[1].top == ((1, pytest.approx(expected[1])), (2, pytest.approx(expected[2])))
     # not counted where no other tokens are asked for
     assert [entry.rank for entry in found] == [None, 1 + sum(value > expected[0] for value in expected)]
+
+
+def test_the_vocabulary_is_not_sorted_where_no_other_tokens_are_asked_for(monkeypatch: pytest.MonkeyPatch):
+    logits, rows = 3 * torch.randn(3, 300), [Row(Sampling(temperature=1.0, logprobs=0), i, 7) for i in range(3)]
+    tokens = choose(logits, rows).tolist()
+    expected = log_probabilities(logits, tokens, [Row(Sampling(logprobs=1), 0, 0)] * 3)
+    monkeypatch.setattr(Tensor, "topk", None)
+    for found in (log_probabilities(logits, tokens, rows), [entry for _, entry in ChosenTokens(logits, rows).wait()]):
+        assert found == [entry._replace(top=(), rank=None) for entry in expected]  # with the same bits
 
 
 def test_a_draft_of_a_similar_distribution_is_mostly_the_token_itself():
