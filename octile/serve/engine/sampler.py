@@ -29,7 +29,7 @@ from octile.ops.sample_tokens import NOT_A_NUMBER, sample_tokens
 from octile.serve.engine.history import History
 from octile.serve.engine.penalties import penalized
 from octile.serve.engine.request import Sampling, TokenLogprobs
-from octile.serve.send import send
+from octile.serve.send import HostCopy, send
 
 T = TypeVar("T")
 
@@ -81,7 +81,7 @@ def log_probabilities(logits_LV: Tensor, tokens: Sequence[int], rows: Sequence[R
     counts = [row.sampling.logprobs or 0 for row in rows]
     n_top = max(counts)
     scores = _scores(logits_LV, send(torch.tensor(tokens), logits_LV.device), n_top, ranks=n_top > 0)
-    return [*map(_without_rank, _read_scores(scores, tokens, counts))]
+    return [*map(_without_rank, _read_scores(HostCopy(scores).wait(), tokens, counts))]
 
 
 def _without_rank(entry: TokenLogprobs) -> TokenLogprobs:
@@ -98,7 +98,7 @@ def token_logprobs(logits_LV: Tensor, tokens: Sequence[int], counts: Sequence[in
         counts: how many most likely tokens of each row are wanted.
     """
     scores = _scores(logits_LV, send(torch.tensor(tokens), logits_LV.device), max(counts), ranks=True)
-    return _read_scores(scores, tokens, counts)
+    return _read_scores(HostCopy(scores).wait(), tokens, counts)
 
 
 def _scores(logits_LV: Tensor, tokens_L: Tensor, n_top: int, ranks: bool) -> list[Tensor]:
@@ -116,7 +116,7 @@ def _scores(logits_LV: Tensor, tokens_L: Tensor, n_top: int, ranks: bool) -> lis
 
 
 def _read_scores(scores: Sequence[Tensor], tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Convert the tensors of `_scores` to log-probabilities; counts: most likely tokens of each row."""
+    """Convert the tensors of `_scores`, on the host, to log-probabilities; counts: most likely tokens of each row."""
     logprobs, *others = (t.tolist() for t in scores)
     if not others:
         return [TokenLogprobs(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
@@ -146,21 +146,14 @@ class ChosenTokens:
             tokens = self.on_device.index_select(0, at).clamp(min=0)  # scores of rows without a token are dropped
             n_top = max(self._counts.values())
             tensors += _scores(logits_LV.index_select(0, at), tokens, n_top, ranks=n_top > 0)
-        self._ready: torch.cuda.Event | None = None
-        self._on_host = [torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for t in tensors]
-        for host, t in zip(self._on_host, tensors, strict=True):
-            host.copy_(t, non_blocking=True)
-        if logits_LV.is_cuda:
-            self._ready = torch.cuda.Event()
-            self._ready.record(torch.cuda.current_stream(logits_LV.device))
+        self._on_host = HostCopy(tensors)
 
     def wait(self) -> list[tuple[int, TokenLogprobs | None]]:
         """Wait for the tokens, and return each with its log-probabilities, if there is one and they were asked for."""
-        if self._ready is not None:
-            self._ready.synchronize()
-        tokens = self._on_host[0].tolist()
+        tokens_L, *scores = self._on_host.wait()
+        tokens = tokens_L.tolist()
         asked = [tokens[i] for i in self._counts]
-        found = _read_scores(self._on_host[1:], asked, [*self._counts.values()]) if asked else []
+        found = _read_scores(scores, asked, [*self._counts.values()]) if asked else []
         logprobs = dict(zip(self._counts, map(_without_rank, found), strict=True))
         return [(token, logprobs.get(i) if token >= 0 else None) for i, token in enumerate(tokens)]
 
