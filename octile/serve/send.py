@@ -7,8 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
+
+ALIGNMENT = 16  # bytes: Triton compiles a kernel for addresses that are multiples of it, and once more for others
+DTYPES = {np.dtype(str(t).removeprefix("torch.")): t for t in (torch.int64, torch.int32, torch.float64, torch.float32)}
+NUMPY_DTYPES = {t: dtype for dtype, t in DTYPES.items()}
 
 
 def send(t: Tensor, device: torch.device) -> Tensor:
@@ -18,32 +23,55 @@ def send(t: Tensor, device: torch.device) -> Tensor:
     return t.pin_memory().to(device, non_blocking=True)
 
 
+def send_arrays(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Copy arrays from the host to a device, all in one copy; the host does not wait for a GPU.
+
+    Args:
+        arrays: arrays of int64, int32, float64 or float32, of any shapes.
+        device: device of the tensors.
+    """
+    parts: list[tuple[int, int]] = []
+    end = 0
+    for array in arrays:
+        parts.append((end, end + array.nbytes))
+        end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+    packed = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = packed.numpy()
+    for array, (first, last) in zip(arrays, parts, strict=True):
+        host[first:last].view(array.dtype)[:] = array.reshape(-1)
+    packed, sent = packed.to(device, non_blocking=True), list[Tensor]()
+    for array, (first, last) in zip(arrays, parts, strict=True):
+        t = packed[first:last].view(DTYPES[array.dtype])
+        sent.append(t if array.ndim == 1 else t.view(array.shape))
+    return sent
+
+
 class HostCopy:
     """Copies of tensors to the host, which a GPU may not have computed yet, all in one copy.
 
     Args:
-        tensors: at least one, of one device, with any shapes of at least one dimension.
+        tensors: at least one, of one device, of int64, int32, float64 or float32, with any shapes of at least one
+            dimension.
     """
 
     def __init__(self, tensors: Sequence[Tensor]):
-        # the largest elements first, so that the address of each tensor is a multiple of its elements' size
-        self._order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
-        self._kinds = [(t.numel() * t.element_size(), t.dtype, t.shape) for t in (tensors[i] for i in self._order)]
-        parts = [tensors[i].reshape(-1).view(torch.uint8) for i in self._order]
+        self._kinds = [(t.nbytes, NUMPY_DTYPES[t.dtype], t.shape) for t in tensors]
+        parts = [(t if t.dim() == 1 else t.reshape(-1)).view(torch.uint8) for t in tensors]
         packed = torch.cat(parts) if len(parts) > 1 else parts[0]
-        self._host = torch.empty_like(packed, device="cpu", pin_memory=packed.is_cuda)
+        self._host = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=packed.is_cuda)
         self._host.copy_(packed, non_blocking=True)
         self._ready: torch.cuda.Event | None = None
         if packed.is_cuda:
             self._ready = torch.cuda.Event()
             self._ready.record(torch.cuda.current_stream(packed.device))
 
-    def wait(self) -> list[Tensor]:
-        """Wait for the copy, and return the tensors in the host's memory."""
+    def wait(self) -> list[np.ndarray]:
+        """Wait for the copy, and return what the tensors have."""
         if self._ready is not None:
             self._ready.synchronize()
-        found = dict[int, Tensor]()
-        parts = self._host.split([size for size, *_ in self._kinds])
-        for i, part, (_, dtype, shape) in zip(self._order, parts, self._kinds, strict=True):
-            found[i] = part.view(dtype).view(shape)
-        return [found[i] for i in range(len(found))]
+        host, first = self._host.numpy(), 0
+        found: list[np.ndarray] = []
+        for size, dtype, shape in self._kinds:
+            found.append(host[first : first + size].view(dtype).reshape(shape))
+            first += size
+        return found

@@ -18,7 +18,7 @@ Shapes: L rows of logits, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,86 +28,112 @@ from torch import Tensor
 from octile.serve.engine.grammar import WORD
 from octile.serve.engine.history import History
 from octile.serve.engine.request import Sampling
-from octile.serve.send import send
+
+BITS = np.left_shift(1, np.arange(WORD), dtype=np.int32)  # of a mask's word
 
 
-class _Entries(NamedTuple):
-    """Some logits: their rows and tokens, int64 [N], and a number for each."""
+class LogitChange(NamedTuple):
+    """One of the changes of some rows.
 
-    rows: Tensor
-    tokens: Tensor
-    values: Tensor
+    Attributes:
+        apply: takes logits [L, V], contiguous, which it overwrites, and `numbers` on their device.
+        numbers: which logits are changed and how, on the host.
+    """
+
+    apply: Callable[..., None]
+    numbers: Sequence[np.ndarray]
 
 
-def penalized(logits_LV: Tensor, how: Sequence[tuple[Sampling, History | None]]) -> Tensor:
-    """Return logits with the changes that their rows ask for; the same tensor where none does.
+def logit_changes(how: Sequence[tuple[Sampling, History | None]], vocabulary: int) -> list[LogitChange]:
+    """Return the changes of logits that their rows ask for, in their order.
+
+    Args:
+        how: sampling and text of each row; the text may be None where the sampling changes no logits.
+        vocabulary: V.
+    """
+    masks: list[tuple[int, np.ndarray]] = []
+    forbidden, biased, seen, generated = (list[tuple[np.ndarray, ...]]() for _ in range(4))
+    for i, (sampling, text) in enumerate(how):
+        if not sampling.changes_logits:
+            continue
+        assert text is not None
+        first = i * vocabulary
+        if text.mask is not None:
+            masks.append((i, text.mask))
+        forbidden.append((first + _forbidden(sampling, text, vocabulary),))
+        if sampling.logit_bias:
+            tokens, biases = zip(*sampling.logit_bias, strict=True)
+            biased.append((first + np.array(tokens, np.int64), np.array(biases, np.float32)))
+        if sampling.repetition_penalty != 1:
+            positions = first + text.seen()
+            seen.append((positions, np.full(len(positions), sampling.repetition_penalty, np.float32)))
+        if sampling.frequency_penalty or sampling.presence_penalty:
+            generated_N, counts_N = text.generated_counts()
+            # in FP64, so that a penalty of 0.1 is subtracted three times as 0.3
+            off_N = sampling.frequency_penalty * counts_N + sampling.presence_penalty
+            generated.append((first + generated_N, off_N.astype(np.float32)))
+    changes: list[LogitChange] = []
+    if masks:
+        rows = [] if len(masks) == len(how) else [np.array([i for i, _ in masks], np.int64)]
+        changes.append(LogitChange(_mask, [np.stack([mask for _, mask in masks]), BITS, *rows]))
+    for apply, parts in (_forbid, forbidden), (_add, biased), (_divide, seen), (_subtract, generated):
+        numbers = [np.concatenate(each) for each in zip(*parts, strict=True)]
+        if numbers and len(numbers[0]):
+            changes.append(LogitChange(apply, numbers))
+    return changes
+
+
+def changed_logits(logits_LV: Tensor, changes: Sequence[LogitChange], numbers: Sequence[Tensor]) -> Tensor:
+    """Return logits with changes; the same tensor where there are none.
 
     Args:
         logits_LV: float32 [L, V].
-        how: sampling and text of each row; the text may be None where the sampling changes no logits.
+        changes: as `logit_changes` returns them.
+        numbers: those of all changes, one after the other, on the logits' device.
     """
-    changed = [(i, *each) for i, each in enumerate(how) if each[0].changes_logits]
-    if not changed:
+    if not changes:
         return logits_LV
-    logits_LV = logits_LV.clone()
-    masks = [(i, text.mask) for i, _, text in changed if text is not None and text.mask is not None]
-    if masks:
-        _apply_masks(logits_LV, *zip(*masks, strict=True))
-    masked, biases, seen, generated = list[tuple[int, np.ndarray, float]](), [], [], []
-    penalties: list[tuple[float, float]] = []
-    for i, sampling, text in changed:
-        assert text is not None
-        forbidden = _forbidden(sampling, text)
-        if len(forbidden):
-            masked.append((i, forbidden, -math.inf))
-        biases += [(i, np.array([token]), bias) for token, bias in sampling.logit_bias]
-        if sampling.repetition_penalty != 1:
-            seen.append((i, text.seen(), sampling.repetition_penalty))
-        if sampling.frequency_penalty or sampling.presence_penalty:
-            generated.append((i, *text.generated_counts()))
-            penalties.append((sampling.frequency_penalty, sampling.presence_penalty))
-    if masked:
-        at = _entries(masked, logits_LV)
-        logits_LV[at.rows, at.tokens] = at.values
-    if biases:
-        at = _entries(biases, logits_LV)
-        logits_LV[at.rows, at.tokens] += at.values
-    if seen:
-        at = _entries(seen, logits_LV)
-        x = logits_LV[at.rows, at.tokens]
-        logits_LV[at.rows, at.tokens] = torch.where(x > 0, x / at.values, x * at.values)
-    if generated:
-        # in FP64, so that a penalty of 0.1 is subtracted three times as 0.3
-        off = [(i, tokens, f * counts + p) for (i, tokens, counts), (f, p) in zip(generated, penalties, strict=True)]
-        at = _entries(off, logits_LV)
-        logits_LV[at.rows, at.tokens] -= at.values
+    logits_LV = logits_LV.clone(memory_format=torch.contiguous_format)
+    sent = iter(numbers)
+    for apply, arrays in changes:
+        apply(logits_LV, *(next(sent) for _ in arrays))
     return logits_LV
 
 
-def _apply_masks(logits_LV: Tensor, rows: Sequence[int], masks: Sequence[np.ndarray]) -> None:
-    """Mask the tokens of some rows whose bits are 0; masks: int32 [V / 32] each."""
-    device = logits_LV.device
-    words_RW1 = send(torch.from_numpy(np.stack(masks)), device)[:, :, None]
-    bits_RV = (words_RW1 >> torch.arange(WORD, dtype=torch.int32, device=device) & 1).flatten(1)[
-        :, : logits_LV.shape[1]
-    ]
-    at = send(torch.tensor(rows), device)
-    logits_LV[at] = logits_LV[at].masked_fill(bits_RV == 0, -math.inf)
+def _mask(logits_LV: Tensor, words_RW: Tensor, bits: Tensor, rows_R: Tensor | None = None) -> None:
+    """Mask the tokens whose bits are 0, of all rows or of some."""
+    is_masked_RV = ((words_RW[:, :, None] & bits) == 0).flatten(1)[:, : logits_LV.shape[1]]
+    if rows_R is None:
+        logits_LV.masked_fill_(is_masked_RV, -math.inf)
+    else:
+        logits_LV[rows_R] = logits_LV[rows_R].masked_fill_(is_masked_RV, -math.inf)
 
 
-def _forbidden(sampling: Sampling, text: History) -> np.ndarray:
-    """The tokens that may not follow a text."""
+def _forbid(logits_LV: Tensor, at_N: Tensor) -> None:
+    """Mask some logits, by their numbers among all."""
+    logits_LV.view(-1).scatter_(0, at_N, -math.inf)
+
+
+def _add(logits_LV: Tensor, at_N: Tensor, values_N: Tensor) -> None:
+    logits = logits_LV.view(-1)
+    logits.scatter_(0, at_N, logits.gather(0, at_N) + values_N)
+
+
+def _divide(logits_LV: Tensor, at_N: Tensor, penalties_N: Tensor) -> None:
+    """Divide positive logits, and multiply negative ones."""
+    logits = logits_LV.view(-1)
+    x = logits.gather(0, at_N)
+    logits.scatter_(0, at_N, torch.where(x > 0, x / penalties_N, x * penalties_N))
+
+
+def _subtract(logits_LV: Tensor, at_N: Tensor, values_N: Tensor) -> None:
+    logits = logits_LV.view(-1)
+    logits.scatter_(0, at_N, logits.gather(0, at_N) - values_N)
+
+
+def _forbidden(sampling: Sampling, text: History, vocabulary: int) -> np.ndarray:
+    """The tokens of the vocabulary that may not follow a text."""
     tokens = {word[-1] for word in sampling.bad_words if text.ends_with(word[:-1])}
     if text.n_generated < sampling.min_tokens:
         tokens.update(text.end_tokens, sampling.stop_token_ids)
-    return np.array(sorted(tokens), dtype=np.int64)
-
-
-def _entries(parts: Sequence[tuple[int, np.ndarray, float | np.ndarray]], like: Tensor) -> _Entries:
-    """Concatenate the tokens of rows, each row with one number or with one for each token, on the device of `like`."""
-    sizes = [len(tokens) for _, tokens, _ in parts]
-    rows = np.repeat(np.array([i for i, _, _ in parts], dtype=np.int64), sizes)
-    tokens = np.concatenate([tokens for _, tokens, _ in parts])
-    values = [np.broadcast_to(np.asarray(value, np.float32), len(at)) for _, at, value in parts]
-    numbers = rows, tokens, np.concatenate(values)
-    return _Entries(*(send(torch.from_numpy(each), like.device) for each in numbers))
+    return np.array([token for token in tokens if token < vocabulary], dtype=np.int64)

@@ -31,7 +31,7 @@ OF_ENGINE = frozenset(  # the engine, once a token is chosen
 )
 OF_LOGITS = frozenset({"logprobs"})  # whoever has the logits, once a token is chosen; 0: also decode steps
 OF_PROMPT = frozenset({"prompt_logprobs"})  # the engine, while it prefills: decode steps have nothing to do for them
-OF_TEXT = frozenset(  # `penalties.penalized`, before a token is chosen
+OF_TEXT = frozenset(  # `penalties.logit_changes`, before a token is chosen
     {
         "grammar", "bad_words", "min_tokens", "logit_bias", "repetition_penalty", "frequency_penalty",
         "presence_penalty",

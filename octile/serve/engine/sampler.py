@@ -21,15 +21,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from octile.ops import cross_entropy
 from octile.ops.sample_tokens import NOT_A_NUMBER, sample_tokens
 from octile.serve.engine.history import History
-from octile.serve.engine.penalties import penalized
+from octile.serve.engine.penalties import changed_logits, logit_changes
 from octile.serve.engine.request import Sampling, TokenLogprobs
-from octile.serve.send import HostCopy, send
+from octile.serve.send import HostCopy, send, send_arrays
 
 T = TypeVar("T")
 
@@ -60,14 +61,19 @@ def choose(logits_LV: Tensor, rows: Sequence[Row]) -> Tensor:
     Returns:
         int64 [L] on the same device; negative where the logits choose no token, as `sample_tokens` says.
     """
-    if any(row.sampling.changes_logits for row in rows):
-        logits_LV = penalized(logits_LV, [(row.sampling, row.text) for row in rows])
     samplings = [row.sampling for row in rows]
-    integers = [row.seed for row in rows], [row.position for row in rows], [s.top_k for s in samplings]
-    shares = [s.temperature for s in samplings], [s.top_p for s in samplings], [s.min_p for s in samplings]
-    seeds_L, positions_L, top_k_L = send(torch.tensor(integers, dtype=torch.int64), logits_LV.device)
-    temperature_L, top_p_L, min_p_L = send(torch.tensor(shares, dtype=torch.float64), logits_LV.device)
-    return sample_tokens(logits_LV, seeds_L, positions_L, temperature_L.float(), top_k_L, top_p_L, min_p_L)
+    how = (
+        np.array([row.seed for row in rows], np.int64),
+        np.array([row.position for row in rows], np.int64),
+        np.array([s.temperature for s in samplings], np.float32),
+        np.array([s.top_k for s in samplings], np.int64),
+        np.array([s.top_p for s in samplings], np.float64),
+        np.array([s.min_p for s in samplings], np.float64),
+    )
+    changes = logit_changes([(row.sampling, row.text) for row in rows], logits_LV.shape[1])
+    numbers = [array for change in changes for array in change.numbers]
+    sent = send_arrays([*how, *numbers], logits_LV.device)
+    return sample_tokens(changed_logits(logits_LV, changes, sent[len(how) :]), *sent[: len(how)])
 
 
 def log_probabilities(logits_LV: Tensor, tokens: Sequence[int], rows: Sequence[Row]) -> list[TokenLogprobs]:
@@ -115,8 +121,8 @@ def _scores(logits_LV: Tensor, tokens_L: Tensor, n_top: int, ranks: bool) -> lis
     return [token_logprobs_L1[:, 0], (logprobs_LV >= token_logprobs_L1).sum(-1), top_tokens_LN, top_LN]
 
 
-def _read_scores(scores: Sequence[Tensor], tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Convert the tensors of `_scores`, on the host, to log-probabilities; counts: most likely tokens of each row."""
+def _read_scores(scores: Sequence[np.ndarray], tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+    """Convert the results of `_scores`, on the host, to log-probabilities; counts: most likely tokens of each row."""
     logprobs, *others = (t.tolist() for t in scores)
     if not others:
         return [TokenLogprobs(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)]

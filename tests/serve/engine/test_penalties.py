@@ -3,15 +3,17 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octile.serve.engine import penalties
 from octile.serve.engine.history import History, TokenCounts
-from octile.serve.engine.penalties import penalized
 from octile.serve.engine.request import Sampling
 from octile.serve.engine.sampler import Row, choose
+from octile.serve.send import send_arrays
 
 PROMPT, GENERATED, END_TOKENS = [3, 3, 5], [1, 7, 1, 2], (0,)
 LOGITS = [1.5, 2.0, -0.5, -1.0, 0.3, 1.2, 0.0, 0.8]
@@ -49,6 +51,12 @@ def probabilities(sampling: Sampling, generated: list[int]) -> list[float]:
     weights = [math.exp(logit - max(logits)) for logit in logits]
     weights = [weight if weight >= sampling.min_p else 0.0 for weight in weights]
     return [weight / sum(weights) for weight in weights]
+
+
+def penalized(logits, how):
+    changes = penalties.logit_changes(how, logits.shape[1])
+    arrays = [array for change in changes for array in change.numbers]
+    return penalties.changed_logits(logits, changes, send_arrays(arrays, logits.device))
 
 
 def p_value(tokens: torch.Tensor, expected: list[float]) -> float:
@@ -132,6 +140,30 @@ def test_the_given_logits_are_not_changed():
     logits = torch.tensor([LOGITS])
     penalized(logits, [(Sampling(presence_penalty=1.0), text_of())])
     assert logits.tolist() == torch.tensor([LOGITS]).tolist()
+
+
+@pytest.mark.parametrize("masked", [(0, 1, 2), (1,), (0, 2)])
+@pytest.mark.parametrize("vocabulary", [64, 70])
+def test_tokens_that_a_grammar_does_not_allow_are_masked(masked, vocabulary):
+    draw = torch.Generator().manual_seed(vocabulary)
+    logits, allows = torch.randn(3, vocabulary, generator=draw), torch.rand(3, vocabulary, generator=draw) < 0.5
+    how = []
+    for i, allowed in enumerate(allows):
+        bits = np.zeros(-(-vocabulary // 32) * 32, np.uint8)
+        bits[:vocabulary] = allowed
+        words = np.packbits(bits, bitorder="little").view(np.int32)
+        history = text_of()._replace(mask=words) if i in masked else text_of()
+        how.append((Sampling(grammar="start: /a/"), history))
+        if i not in masked:
+            allows[i] = True
+    assert torch.equal(penalized(logits, how), logits.masked_fill(~allows, -torch.inf))
+
+
+def test_end_tokens_beyond_the_vocabulary_change_no_other_row():
+    how = [(Sampling(min_tokens=9), text_of()._replace(end_tokens=(2, 8, 9))), (Sampling(), None)]
+    first, second = penalized(torch.tensor([LOGITS] * 2), how).tolist()
+    assert first == [*LOGITS[:2], -math.inf, *torch.tensor(LOGITS[3:]).tolist()]
+    assert second == torch.tensor(LOGITS).tolist()
 
 
 @given(st.lists(st.sampled_from(list(EACH)), min_size=1, max_size=6), st.integers(0, 2**31))
