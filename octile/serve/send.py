@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16  # bytes: Triton compiles a kernel for addresses that are multiples of it, and once more for others
+ALIGNMENT = 16  # bytes, which kernels read at once
 DTYPES = {np.dtype(str(t).removeprefix("torch.")): t for t in (torch.int64, torch.int32, torch.float64, torch.float32)}
 NUMPY_DTYPES = {t: dtype for dtype, t in DTYPES.items()}
 
@@ -40,8 +40,9 @@ def send_arrays(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tens
     for array, (first, last) in zip(arrays, parts, strict=True):
         host[first:last].view(array.dtype)[:] = array.reshape(-1)
     packed, sent = packed.to(device, non_blocking=True), list[Tensor]()
+    typed = {dtype: packed.view(DTYPES[dtype]) for dtype in {array.dtype for array in arrays}}
     for array, (first, last) in zip(arrays, parts, strict=True):
-        t = packed[first:last].view(DTYPES[array.dtype])
+        t = typed[array.dtype][first // array.itemsize : last // array.itemsize]
         sent.append(t if array.ndim == 1 else t.view(array.shape))
     return sent
 

@@ -148,10 +148,12 @@ class ChosenTokens:
         self.on_device = choose(logits_LV, rows) if rows else logits_LV.new_empty(0, dtype=torch.int64)
         tensors = [self.on_device]
         if self._counts:
-            at = send(torch.tensor([*self._counts]), logits_LV.device)
-            tokens = self.on_device.index_select(0, at).clamp(min=0)  # scores of rows without a token are dropped
+            tokens = self.on_device.clamp(min=0)  # scores of rows without a token are dropped
+            if len(self._counts) < len(rows):
+                at = send(torch.tensor([*self._counts]), logits_LV.device)
+                logits_LV, tokens = logits_LV.index_select(0, at), tokens.index_select(0, at)
             n_top = max(self._counts.values())
-            tensors += _scores(logits_LV.index_select(0, at), tokens, n_top, ranks=n_top > 0)
+            tensors += _scores(logits_LV, tokens, n_top, ranks=n_top > 0)
         self._on_host = HostCopy(tensors)
 
     def wait(self) -> list[tuple[int, TokenLogprobs | None]]:

@@ -520,10 +520,11 @@ def test_an_update_that_an_interrupted_wait_ends_can_be_called_again(engine_of, 
     assert engine.weights_version == 1
 
 
-def test_chosen_tokens_are_those_of_the_device():
+@pytest.mark.parametrize("logprobs", [(None, 2, 0, 1), (1, 2, 0, 1), (0, 0, 0, 0)], ids=["some", "all", "tokens"])
+def test_chosen_tokens_are_those_of_the_device(logprobs):
     logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
     logits[1] = torch.nan
-    rows = [Row(Sampling(logprobs=n), 0, 3) for n in (None, 2, 0, 1)]
+    rows = [Row(Sampling(logprobs=n), 0, 3) for n in logprobs]
     chosen = ChosenTokens(logits, rows)
     expected = choose_tokens(logits, rows)
     logits.zero_()  # by the next pass
