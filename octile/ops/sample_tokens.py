@@ -42,6 +42,7 @@ def sample_tokens(
     top_k: Tensor,
     top_p: Tensor,
     min_p: Tensor,
+    truncates: bool = True,
 ) -> Tensor:
     """Choose the next token of each row.
 
@@ -56,6 +57,7 @@ def sample_tokens(
             probability; 1 is all.
         min_p: float64 [L], from 0 to 1: from those alone that have this share of the most likely one's probability; 0
             is all. It comes before `top_k`.
+        truncates: False: top_k, top_p and min_p leave all tokens, whatever they are; a GPU takes three kernels less.
 
     Returns:
         int64 [L]; negative where the logits choose no token: NOT_A_NUMBER if they have a NaN, otherwise
@@ -77,7 +79,7 @@ def sample_tokens(
         z_LV = (logits - highest_L1) / temperature[:, None].masked_fill(is_greedy_L1, 1.0)
         truncates_L = (temperature != 0) & (((top_k > 0) & (top_k < vocabulary)) | (top_p < 1) | (min_p > 0))
         rows = truncates_L.nonzero()[:, 0]
-        if len(rows):
+        if truncates and len(rows):
             is_candidate_LV = _candidates(z_LV[rows], top_k[rows], top_p[rows], min_p[rows])
             z_LV[rows] = z_LV[rows].masked_fill(~is_candidate_LV, -math.inf)
         noise_LV = gumbel(torch.arange(vocabulary, device=logits.device), sampling_keys(seeds, positions))
@@ -89,16 +91,16 @@ def sample_tokens(
 
 
 @sample_tokens.register_fake
-def _(logits, seeds, positions, temperature, top_k, top_p, min_p):
+def _(logits, seeds, positions, temperature, top_k, top_p, min_p, truncates=True):
     return logits.new_empty(logits.shape[0], dtype=torch.int64)
 
 
 @sample_tokens.register_kernel("cuda")
-def _(logits, seeds, positions, temperature, top_k, top_p, min_p):
+def _(logits, seeds, positions, temperature, top_k, top_p, min_p, truncates=True):
     from octile.kernels.triton import sample_tokens as kernel  # late: a machine without a GPU has no Triton
 
     _check(logits, seeds, positions, temperature, top_k, top_p, min_p)
-    return kernel.launch(logits, seeds, positions, temperature, top_k, top_p, min_p, FIXED_POINT)
+    return kernel.launch(logits, seeds, positions, temperature, top_k, top_p, min_p, FIXED_POINT, truncates)
 
 
 def _candidates(z_LV: Tensor, top_k_L: Tensor, top_p_L: Tensor, min_p_L: Tensor) -> Tensor:

@@ -62,6 +62,13 @@ def test_temperature_zero_takes_the_first_of_the_most_likely_tokens():
     assert sample_tokens(torch.tensor([[0.0, 2.0, 2.0], [5.0, 1.0, 5.0]]), *numbers).tolist() == [1, 0]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_rows_that_are_not_truncated_leave_all_tokens_whatever_they_ask_for(temperature):
+    plain, truncated = arguments(temperature=temperature), arguments(9, 40, temperature, 1, 0.1, 0.9)
+    assert torch.equal(sample_tokens(*plain, truncates=False), sample_tokens(*plain))
+    assert torch.equal(sample_tokens(*truncated, truncates=False), sample_tokens(*arguments(9, 40, temperature)))
+
+
 def test_a_row_does_not_depend_on_the_others():
     given = arguments(rows=9)
     given[3][::2], given[4][1::4], given[5][3::4], given[6][5] = 0, 7, 0.5, 0.1

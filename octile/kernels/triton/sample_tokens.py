@@ -40,6 +40,7 @@ def launch(
     top_p: Tensor,
     min_p: Tensor,
     fixed_point: int,
+    truncates: bool = True,
 ) -> Tensor:
     """Choose a token per row of logits [L, V] → int64 [L]; the most likely token weighs fixed_point, at most 2**30."""
     rows, vocabulary = logits.shape
@@ -60,17 +61,18 @@ def launch(
     part_best = tokens if parts == 1 else seeds.new_empty(rows, parts)
     counts = logits.new_empty(rows, BINS.value, dtype=torch.int32)
     tally = seeds.new_empty(rows, 4)
-    keys, borders = seeds.new_empty(rows, vocabulary), seeds.new_empty(rows)
+    borders = tally  # zeros: each row leaves all tokens
     limits = temperature, top_k, top_p, min_p, *(t.stride(0) for t in (temperature, top_k, top_p, min_p))
     noise = seeds, positions, temperature, *(t.stride(0) for t in (seeds, positions, temperature))
     shape = vocabulary, logits.stride(0), part, parts
     with torch.cuda.device_of(logits):
         row_maxima[(rows, parts)](logits, maxima, counts, tally, *shape, **sizes, num_warps=warps)
-        count_weights[(rows, parts)](logits, maxima, *limits, counts, tally, *shape, **sizes, **weight, num_warps=warps)
-        list_tokens[(rows, parts)](
-            logits, maxima, *limits, counts, tally, keys, *shape, **sizes, **key, num_warps=warps
-        )
-        find_borders[(rows,)](maxima, *limits, counts, tally, keys, borders, vocabulary, parts, **search)
+        if truncates:
+            keys, borders = seeds.new_empty(rows, vocabulary), seeds.new_empty(rows)
+            given = logits, maxima, *limits, counts, tally
+            count_weights[(rows, parts)](*given, *shape, **sizes, **weight, num_warps=warps)
+            list_tokens[(rows, parts)](*given, keys, *shape, **sizes, **key, num_warps=warps)
+            find_borders[(rows,)](maxima, *limits, counts, tally, keys, borders, vocabulary, parts, **search)
         best_of_parts[(rows, parts)](
             logits, maxima, *noise, borders, best, part_best, *shape, **sizes, **key, num_warps=warps
         )

@@ -73,7 +73,8 @@ def choose(logits_LV: Tensor, rows: Sequence[Row]) -> Tensor:
     changes = logit_changes([(row.sampling, row.text) for row in rows], logits_LV.shape[1])
     numbers = [array for change in changes for array in change.numbers]
     sent = send_arrays([*how, *numbers], logits_LV.device)
-    return sample_tokens(changed_logits(logits_LV, changes, sent[len(how) :]), *sent[: len(how)])
+    truncates = any(s.top_k or s.top_p < 1 or s.min_p for s in samplings)
+    return sample_tokens(changed_logits(logits_LV, changes, sent[len(how) :]), *sent[: len(how)], truncates)
 
 
 def log_probabilities(logits_LV: Tensor, tokens: Sequence[int], rows: Sequence[Row]) -> list[TokenLogprobs]:

@@ -59,6 +59,18 @@ def test_tokens_are_the_references(monkeypatch, vocabulary, how, parts, dtype):
     assert_chosen((logits.to(dtype), *numbers))
 
 
+@pytest.mark.parametrize("parts", [1, 8])
+@pytest.mark.parametrize("how", [{"temperature": 0.0}, {"top_k": 3, "top_p": 0.5, "min_p": 0.3}], ids=str)
+def test_rows_that_are_not_truncated_leave_all_tokens(monkeypatch, how, parts):
+    monkeypatch.setitem(SAMPLE_TOKENS, "BLOCK", 32)
+    monkeypatch.setitem(SAMPLE_TOKENS, "PROGRAMS", 6 * parts)
+    given = rows(300, **how)
+    for name in "count_weights", "list_tokens", "find_borders":
+        monkeypatch.delattr(kernel, name)
+    found = kernel.launch(*given, FIXED_POINT, truncates=False).tolist()
+    assert found == sample_tokens(*given, truncates=False).tolist()
+
+
 @pytest.mark.one_case
 @pytest.mark.parametrize("how", [{"temperature": 0.0}, {}, {"top_k": 3, "top_p": 0.9}], ids=str)
 @pytest.mark.parametrize("vocabulary", [50, 300])
