@@ -51,8 +51,8 @@ class HostCopy:
     """Copies of tensors to the host, which a GPU may not have computed yet, all in one copy.
 
     Args:
-        tensors: at least one, of one device, of int64, int32, float64 or float32, with any shapes of at least one
-            dimension.
+        tensors: at least one, of one device, contiguous, of int64, int32, float64 or float32, with any shapes of at
+            least one dimension.
     """
 
     def __init__(self, tensors: Sequence[Tensor]):

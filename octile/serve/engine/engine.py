@@ -27,6 +27,7 @@ from octile.serve.engine.config import EngineConfig, InFlight
 from octile.serve.engine.draft_count import DraftCount, shared_count
 from octile.serve.engine.drafts import Computed, Drafter, check_can_draft, count_accepted, usable_drafts
 from octile.serve.engine.grammar import GrammarCompiler, GrammarError, Matcher
+from octile.serve.engine.interrupts import held_interrupts
 from octile.serve.engine.pages import PageAllocator
 from octile.serve.engine.request import (
     FinishReason,
@@ -172,8 +173,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether requests wait or run."""
-        return bool(self._requests)
+        """Whether requests wait or run, or a step has outputs."""
+        return bool(self._requests or self._outputs)
 
     def add(self, prompt: Sequence[int], sampling: Sampling) -> Request:
         """Take in a request, which takes part from the next step on, and return it.
@@ -245,6 +246,7 @@ class Engine:
         request = self._requests.get(request_id)
         if request is not None:
             self._remove(request, FinishReason.CANCELED)
+            self._outputs = [output for output in self._outputs if output.request_id != request_id]
         return request is not None
 
     def step(self) -> list[Output]:
@@ -254,6 +256,9 @@ class Engine:
         for the host. That is if all requests decode (`Runner.decode`), and otherwise if no prompt is scored.
         Where tokens depend on the text before them, as with a grammar or a penalty, they are chosen once that is
         known, while the GPU computes the logits.
+
+        A Ctrl-C in the main thread takes effect at the end of a step, whose outputs come with those of the next call; a
+        second one takes effect at once, and the requests are to be canceled then.
         """
         self._step()
         return self._take_outputs()
@@ -309,17 +314,20 @@ class Engine:
         self._runner.check_weights()
         if in_flight == "finish":
             self._finish()
-        self._outputs += self._first_outputs()
+        self._update_weights(in_flight == "recompute")
+        return self._take_outputs()
+
+    @held_interrupts()
+    def _update_weights(self, recomputes_all: bool) -> None:
+        self._take_firsts()
         self._collect_all()
         for request in self._requests.values():
             request.prompt_logprobs.clear()
         running = self._scheduler.running.values()
-        recomputes_all = in_flight == "recompute"
         self._scheduler.recompute([request for request in running if recomputes_all or request.needs_prompt_logprobs])
         self._scheduler.forget_latents()
         self._runner.update_weights()
         self.weights_version += 1
-        return self._take_outputs()
 
     def _finish(self) -> None:
         """Step until no request runs, and admit none that has not run."""
@@ -352,11 +360,16 @@ class Engine:
                 outputs.append(self._extend(request, 0, [first.token], 0, logprobs))
         return outputs
 
-    def _step(self) -> None:
-        """Launch a step and the one after it, as far as they are not in flight and can be, and collect the first."""
+    def _take_firsts(self) -> None:
+        """Let requests join whose grammar is compiled, and then those that another engine has prefilled."""
         if self._compiling:
             self._outputs += self._take_compiled()
         self._outputs += self._first_outputs()
+
+    @held_interrupts()
+    def _step(self) -> None:
+        """Launch a step and the one after it, as far as they are not in flight and can be, and collect the first."""
+        self._take_firsts()
         if len(self._in_flight) < 2:  # otherwise an exception has ended the wait for the first
             self._launch_steps()
         if self._in_flight:
@@ -601,17 +614,17 @@ class Engine:
                 positions = range(len(request.prompt_logprobs), min(start + n_tokens, len(prompt) - 1))
                 scored += [(request, first + p - start, prompt[p + 1]) for p in positions]
             first += n_tokens
-        wrong: dict[int, str] = {}
         for i in range(0, len(scored), SCORED_ROWS):
             requests, rows, tokens = zip(*scored[i : i + SCORED_ROWS], strict=True)
             logits = self._runner.logits(hidden_TD[torch.tensor(rows, device=hidden_TD.device)])
             counts = [request.sampling.prompt_logprobs or 0 for request in requests]
             for request, entry in zip(requests, token_logprobs(logits, tokens, counts), strict=True):
-                if any(map(math.isnan, (entry.logprob, *(logprob for _, logprob in entry.top)))):
-                    position = 1 + len(request.prompt_logprobs)
-                    wrong.setdefault(request.id, f"{NOT_FINITE}, for the token at position {position} of the prompt")
                 request.prompt_logprobs.append(entry)
-        return wrong
+        return {
+            request.id: f"{NOT_FINITE}, for the token at position {position} of the prompt"
+            for request, _ in scheduled
+            if (position := _first_nan(request.prompt_logprobs)) is not None
+        }
 
     def draft(self) -> None:
         """Draft the tokens after those of the last `run`, if the engine drafts."""
@@ -768,6 +781,7 @@ class Engine:
     def close(self) -> None:
         """Cancel all requests."""
         self._in_flight.clear()
+        self._outputs.clear()
         for request_id in list(self._requests):
             self.cancel(request_id)
         self._grammars.close()
@@ -844,7 +858,7 @@ class Engine:
 
     def _remove(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
-        if request.tokens[-1] < 0:  # it is canceled, and no token follows
+        while request.tokens[-1] < 0:  # it is canceled, and no token follows
             request.tokens.pop()
         if request.latents is not None:
             request.latents.release()
@@ -853,6 +867,14 @@ class Engine:
         if self._compiling.pop(request.id, None) is None:
             self._scheduler.remove(request)
         del self._requests[request.id], self._texts[request.id]
+
+
+def _first_nan(prompt_logprobs: Sequence[TokenLogprobs]) -> int | None:
+    """The position of the first token of a prompt that has a log-probability of NaN; None: none has."""
+    for position, entry in enumerate(prompt_logprobs, 1):
+        if any(map(math.isnan, (entry.logprob, *(logprob for _, logprob in entry.top)))):
+            return position
+    return None
 
 
 def _n_known(request: Request) -> int:

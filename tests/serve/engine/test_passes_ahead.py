@@ -4,7 +4,9 @@ collected, over a fake model.
 
 import contextlib
 import random
+import signal
 from array import array
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -518,6 +520,53 @@ def test_an_update_that_an_interrupted_wait_ends_can_be_called_again(engine_of, 
         add_to(found, engine.step())
     assert [len(result[0]) for result in found.values()] == [12, 9]
     assert engine.weights_version == 1
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize("ways", [PLAIN, WAYS, OF_TEXT], ids=["plain", "mixed", "of_text"])
+def test_interrupts_within_steps_lose_no_tokens(engine_of, monkeypatch, ways):
+    expected = random_run(engine_of(ahead=False), 0, ways, pause=9)
+    engine, draw, due = engine_of(), random.Random(0), []
+    extend, step = engine._extend, engine.step
+
+    def interrupted(*args, **options):
+        if due and draw.random() < 1 / 3:
+            due.clear()
+            signal.raise_signal(signal.SIGINT)
+        return extend(*args, **options)
+
+    def step_with_an_interrupt():
+        due.append(True)  # one a step: a second one takes effect at once
+        return step()
+
+    monkeypatch.setattr(engine, "_extend", interrupted)
+    monkeypatch.setattr(engine, "step", lambda: go_on(step_with_an_interrupt))
+    assert random_run(engine, 0, ways, pause=9) == expected
+
+
+def test_outputs_that_no_call_has_returned_are_work(engine_of, monkeypatch):
+    engine = engine_of(max_step_tokens=8)
+    engine.add([1, 2], Sampling(5, ignore_eos=True))
+    found = engine.step()
+    monkeypatch.setattr(engine._runner, "update_weights", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        engine.update_weights()
+    assert engine.has_work
+    found += engine.step()
+    assert [token for output in found for token in output.tokens] == engine._runner.text_of([1, 2], Sampling(5))
+    assert not engine.has_work
+
+
+def test_no_output_follows_a_cancel_after_an_interrupt(engine_of, monkeypatch):
+    engine = engine_of(max_step_tokens=8)
+    request = engine.add([1, 2], Sampling(9, ignore_eos=True))
+    engine.step()
+    monkeypatch.setattr(engine._runner, "update_weights", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        engine.update_weights("continue")
+    assert engine.cancel(request.id)
+    assert not engine.has_work
+    assert min(request.tokens) >= 0
 
 
 @pytest.mark.parametrize("logprobs", [(None, 2, 0, 1), (1, 2, 0, 1), (0, 0, 0, 0)], ids=["some", "all", "tokens"])
