@@ -74,8 +74,8 @@ def save(model: DeepseekV3, folder: str | Path, weights: Weights = "fp8", files:
 
     A checkpoint that the folder holds already is replaced atomically; files of other names stay. Blocks of FP8 weights
     that have not changed since they were read from a checkpoint keep its encoded values and scales. Scales of other
-    blocks are powers of two if that checkpoint's are. Where some layers of the model are converted to FP8, the weights
-    of those that are not are stored in BF16, too, so that `load` computes each layer as it was.
+    blocks are powers of two if that checkpoint's are. Where some layers of the model are converted to FP8, or some
+    weights were FP8 in that checkpoint, other weights are stored in BF16, so that `load` computes each layer as it was.
 
     Args:
         model: on any device, its layers converted to FP8, some of them, or none.
@@ -106,17 +106,23 @@ def save(model: DeepseekV3, folder: str | Path, weights: Weights = "fp8", files:
         files,
         model.stored_scales,
         recipe_of(model),
-        _layers_left_out(model),
+        _layers_left_out(model, shapes),
     )
 
 
-def _layers_left_out(model: DeepseekV3) -> tuple[str, ...]:
-    """Return the names of the linear layers, and modules of experts, that a conversion of the model has left out."""
-    if recipe_of(model) is None:
+def _layers_left_out(model: DeepseekV3, tensors: Iterable[str]) -> tuple[str, ...]:
+    """Return the linear layers, by their names in a checkpoint, whose weights a conversion of the model has left out.
+
+    Weights that were FP8 in the folder from which the model was read are stored so again, also if they are of experts
+    of which another weight was not.
+    """
+    if recipe_of(model) is None and not model.stored_scales:
         return ()
     modules = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Experts))
-    others = (name for name, module in modules if getattr(module, "recipe", None) is None)
-    return tuple(name for name in others if why_high_precision(name) is None)
+    in_high_precision = {name for name, module in modules if getattr(module, "recipe", None) is None}
+    left_out = (name for name in tensors if _module_of(name) in in_high_precision and name not in model.stored_scales)
+    layers = (name.removesuffix(".weight") for name in left_out)
+    return tuple(layer for layer in layers if why_high_precision(layer) is None)
 
 
 def write_folder(
@@ -172,9 +178,9 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32, device: str | tor
 
     Layers whose weights are FP8 in the folder are converted to `Recipe.deepseek_v3()`, or to `Recipe.exact()` if they
     were trained so (`octile.checkpoint.recipe_entry`), and compute in FP8. All others compute in high precision. The
-    experts of a layer have one recipe: they are in high precision if a weight of theirs is. Where config.json announces
-    scales that are powers of two (`scale_fmt: "ue8m0"`), the recipe has them for weights, too, so that the layers
-    compute with the values of the checkpoint.
+    experts of a layer have one recipe: they are in high precision if a weight of theirs is, and `octile serve` refuses
+    such a folder. Where config.json announces scales that are powers of two (`scale_fmt: "ue8m0"`), the recipe has them
+    for weights, too, so that the layers compute with the values of the checkpoint.
 
     Args:
         path: a folder written by octile or transformers, or published; weights in FP8, BF16, FP16 or FP32.

@@ -143,13 +143,30 @@ def test_layers_that_a_folder_has_in_bf16_compute_in_high_precision(tmp_path, mo
     assert found(tokens).equal(convert(needed, keep=list(left_out))(tokens))
 
 
-def test_layers_that_a_folder_has_in_bf16_are_saved_in_bf16(tmp_path, model, same):
+NO_LAYER_ALONE = "*.self_attn", "*.mlp.[dgsu]*", "*.experts.[1-7]"  # but weights of an expert
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        pytest.param(("model.layers.0.self_attn.o_proj", "model.layers.1.mlp.experts"), id="modules"),
+        pytest.param(("model.layers.1.mlp.experts.3.down_proj",), id="a weight of an expert"),
+        pytest.param(NO_LAYER_ALONE, id="all layers"),
+    ],
+)
+def test_weights_that_a_folder_has_in_bf16_are_saved_in_bf16_and_others_in_fp8(tmp_path, model, same, patterns):
     save(model, tmp_path / "once", weights="fp8")
-    dequantize_stored(tmp_path / "once", "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.experts")
+    dequantize_stored(tmp_path / "once", *patterns)
     save(load(tmp_path / "once"), tmp_path / "twice", weights="fp8")
     once, twice = (load_file(tmp_path / name / "model.safetensors") for name in ("once", "twice"))
     assert once.keys() == twice.keys()
     assert [name for name in once if not same(once[name], twice[name])] == []
+
+
+def test_layers_that_are_saved_in_bf16_are_announced(tmp_path, model):
+    save(model, tmp_path / "once", weights="fp8")
+    dequantize_stored(tmp_path / "once", "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.experts")
+    save(load(tmp_path / "once"), tmp_path / "twice", weights="fp8")
     announced = json.loads((tmp_path / "twice" / "config.json").read_text())["quantization_config"]
     assert {"model.layers.0.self_attn.o_proj", "model.layers.1.mlp.experts"} <= {*announced["modules_to_not_convert"]}
 
@@ -171,7 +188,7 @@ def test_experts_some_of_which_a_folder_has_in_bf16_compute_in_high_precision(tm
 
 def test_a_model_with_no_layer_in_fp8_alone_computes_in_high_precision(tmp_path, model):
     save(model, tmp_path, weights="fp8")
-    dequantize_stored(tmp_path, "*.self_attn", "*.mlp.[dgsu]*", "*.experts.[1-7]")
+    dequantize_stored(tmp_path, *NO_LAYER_ALONE)
     assert in_fp8(load(tmp_path)) == set()
 
 
