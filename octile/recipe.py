@@ -395,8 +395,10 @@ class Recipe:
         formats = _formats(where, content, recipe)
         try:
             recipe = replace(recipe, formats=formats)
-        except ValueError as error:  # serving does not compute them
-            raise ValueError(f"{where}: {error}") from None
+        except ValueError:
+            raise ValueError(
+                f"{where}: recipe {recipe.name!r} has its own formats: serving computes no others"
+            ) from None
         keeps = content.get("keep", [])
         if not isinstance(keeps, list):
             raise ValueError(f"{where}: keep must be a list, [[keep]], not {keeps!r}")

@@ -398,4 +398,4 @@ def test_the_pairs_from_scratch_of_the_smallest_size_whose_files_are_kept():
 def test_the_gap_over_a_billion_tokens():
     (gap,) = loss("one-rounding/runs").gaps("billion", "30m", "deepseek_v3")
     assert f"| 35M | 1B | all steps, a longer text | 1 | {percent(gap)} | |" in page("docs/results/loss.md")
-    assert f"one run over 1B tokens ends at {percent(gap)}" in page("README.md")
+    assert f"In FP8 one run over 1B tokens ends at {percent(gap)}" in page("README.md")

@@ -59,7 +59,7 @@ from octile.train.trainer import Trainer
 
 ROUNDS = 9
 STACK_SIZES = 2048, 1024, 8  # tokens, width and depth of the linear layers whose saved bytes are counted
-MAX_SECONDS = 300.0  # after which no further model is prepared
+MAX_SECONDS = 300.0  # after which no further model is prepared that may be compiled
 IN_A_GRAPH = ", in a CUDA graph"
 OCTILE, COMPILED, MAIN_GRAD = "octile", "octile, compiled", "octile, main_grad"
 
@@ -96,7 +96,8 @@ def dense(sizes: Sizes, device: str, begin: float) -> Iterator[Row]:
     Args:
         sizes: sizes of the decoder and its batch.
         device: "cuda" or "cpu".
-        begin: when the benchmark began, by time.monotonic().
+        begin: when the benchmark began, by time.monotonic(): from MAX_SECONDS later on no model is prepared but those
+            with AdamW, which take seconds.
     """
     case, tokens = DENSE, sizes.batch * sizes.sequence
     makers: dict[str, Callable[[], Work]] = {BF16: lambda: compiled(decoder(sizes, device))}
@@ -119,7 +120,7 @@ def dense(sizes: Sizes, device: str, begin: float) -> Iterator[Row]:
     }
     works = {name: work for name, work in works.items() if work.optimizer is not None and name != COMPILED}
     _clean()
-    works |= _prepare(f"{case} + AdamW", masters, time.monotonic())  # seconds, as nothing is compiled
+    works |= _prepare(f"{case} + AdamW", masters, time.monotonic())
     yield from _times(case, OPTIMIZED, works, tokens, graphs=(BF16, OCTILE, MAIN_GRAD))
     if BF16 in works:  # no masters, moments in BF16: the fastest optimizer, but it does not preserve the loss
         works[BF16].optimizer = torch.optim.AdamW(works[BF16].model.parameters(), lr=1e-5, fused=True)

@@ -117,7 +117,7 @@ def worst_gemms(run: Run) -> WorstGemms | None:
     chosen = set[tuple[str, str]]()
     for statistic in (SNR, UNDERFLOWS, SATURATED):
         key, sign = statistic.key, 1 if statistic.worst is min else -1
-        measured = [gemm for gemm, found in gemms.items() if found.get(key)]  # none with 0%
+        measured = [gemm for gemm, found in gemms.items() if found.get(key, 0.0) or (statistic is SNR and key in found)]
         chosen.update(sorted(measured, key=lambda gemm: sign * gemms[gemm][key])[:WORST])
     ordered = sorted(chosen, key=lambda gemm: gemms[gemm].get(SNR.key, math.inf))
     cells = ([_cell(statistic, gemms[gemm].get(statistic.key)) for statistic in STATISTICS] for gemm in ordered)

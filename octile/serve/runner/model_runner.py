@@ -24,7 +24,7 @@ from octile.parallel.gpu_events import wait_for
 from octile.parallel.symmetric_memory import PeerDispatcher
 from octile.serve.engine.config import EngineConfig, IndexFormat, check_expert_window
 from octile.serve.engine.drafts import check_can_draft
-from octile.serve.engine.sampler import choose
+from octile.serve.engine.sampler import ChosenTokens
 from octile.serve.model.feed_forward import ExpertLoad
 from octile.serve.model.forward import Forward
 from octile.serve.model.small_batch import is_small_batch
@@ -251,9 +251,10 @@ class ModelRunner:
         if self.n_drafts:
             passes.append(self._in_order(self._sized_forward().draft(step, h_TD), layout))
         results = [self._results(hidden_TD, layout) for hidden_TD in passes]
-        self._wait_for(results[-1])  # `choose` waits without a timeout
+        self._wait_for(results[-1])  # `ChosenTokens` waits without a timeout
         for logits, _ in results:
-            choose(logits, [SAMPLED] * len(logits))
+            for row in SAMPLED:
+                ChosenTokens(logits, [row] * len(logits)).wait()
         self.max_rank_rows = 0
 
     def _capture_expert_parallel(
