@@ -141,8 +141,8 @@ class TrainConfig:
         data: a text file, a folder, hf:NAME (a Hugging Face dataset), stdlib: the source of Python's library, or
             packages: source and documentation of that library and of every package installed here. Or arithmetic:
             additions, most of them wrong, to begin octile rl with. Or the URL of a run's `data/` (s3://bucket/data),
-            whose tokens are streamed. Or a file of examples, FILE.jsonl, to fine-tune the weights of init_from on:
-            messages, prompt and completion, or text in each line.
+            whose tokens are streamed. Or a file of examples, FILE.jsonl, or a folder of such files, to fine-tune
+            the weights of init_from on: messages, prompt and completion, or text in each line.
         init_from: a run or a Hugging Face folder, FP8 or BF16, whose weights and tokenizer the run begins with instead
             of random weights; the model's shape is then that folder's.
         steps: optimizer steps.

@@ -188,6 +188,11 @@ def is_url(source: str | Path) -> bool:
     return "://" in str(source) and not str(source).startswith("hf:")
 
 
+def is_path(source: str | Path) -> bool:
+    """Whether a source is the path of a file or a folder, which may not exist."""
+    return not (is_url(source) or str(source).startswith("hf:") or source in (*PYTHON, ARITHMETIC))
+
+
 def open_corpus(source: str | Path, name: str = "data") -> Corpus:
     """Open the corpus that `source` names, as the module describes. Files are read once to find those that are text.
 
@@ -291,13 +296,13 @@ def _find_files(source: str | Path) -> _Files:
     path = Path(source)
     if not path.is_dir():
         return _Files(path.parent, {path: path.name})
-    files, left_out = _files_below(path)
+    files, left_out = files_below(path)
     return _Files(path, {file: file.relative_to(path).as_posix() for file in files}, left_out)
 
 
 def _standard_library() -> _Files:
     root = Path(sysconfig.get_path("stdlib"))
-    files, _ = _files_below(root, excluded=EXCLUDED_FOLDERS)
+    files, _ = files_below(root, excluded=EXCLUDED_FOLDERS)
     return _Files(root, {file: file.relative_to(root).as_posix() for file in files if file.suffix == ".py"})
 
 
@@ -307,7 +312,7 @@ def _installed_packages() -> _Files:
     names = {
         file: file.relative_to(folder.parent).as_posix()
         for folder in folders
-        for file in _files_below(folder, excluded=EXCLUDED_FOLDERS if folder == root else frozenset())[0]
+        for file in files_below(folder, excluded=EXCLUDED_FOLDERS if folder == root else frozenset())[0]
         if file.name.endswith((*SOURCE, *PROSE)) or file.name == "METADATA"  # of a package: its description
     }
     return _Files(root, names, rule=PACKAGES)
@@ -331,7 +336,7 @@ def _package_filter() -> Callable[[Path, str], str | None]:
     return why_not
 
 
-def _files_below(root: Path, excluded: frozenset[str] = frozenset()) -> tuple[list[Path], list[LeftOut]]:
+def files_below(root: Path, excluded: frozenset[str] = frozenset()) -> tuple[list[Path], list[LeftOut]]:
     """All files below a folder, sorted by their relative names, and what is not read below it.
 
     Hidden files and folders, links to folders, and folders that cannot be read are left out.
@@ -368,7 +373,7 @@ def _from_files(source: str, named: str, files: _Files) -> Corpus:
     if not files.names:
         others = f" ({_list(files.left_out)})" if files.left_out else ""
         raise FileNotFoundError(f"{named}: the folder {files.root} holds no files to read{others}; name one that does")
-    why_not = _package_filter() if files.rule == PACKAGES else _why_not_text
+    why_not = _package_filter() if files.rule == PACKAGES else why_not_text
     refusals = {file: why_not(file, name) for file, name in files.names.items()}
     refused = [LeftOut(reason, files.names[file]) for file, reason in refusals.items() if reason]
     readable = [file for file, reason in refusals.items() if not reason]
@@ -382,7 +387,8 @@ def _from_files(source: str, named: str, files: _Files) -> Corpus:
     return Corpus(source, [*files.left_out, *refused], read)
 
 
-def _why_not_text(file: Path, name: str) -> str | None:
+def why_not_text(file: Path, name: str) -> str | None:
+    """The reason to leave a file out of a corpus; None if it is text. Its name does not matter."""
     if reason := why_not_opened(file):
         return reason
     try:

@@ -1,4 +1,4 @@
-"""Reads examples to fine-tune on: a JSONL file, of which each line is an object of one of three kinds.
+"""Reads examples to fine-tune on: a JSONL file, or all in a folder. Each line is an object of one of three kinds.
 
     {"messages": [{"role": …, "content": …}, …]}    a conversation, by the tokenizer's chat template; the loss is that
                                                     of the assistant's messages. It may have "tools" and
@@ -16,10 +16,11 @@ import codecs
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from octile.serve.http.chat import ChatTemplate, Json, Rendering
 from octile.tokenizer import Tokenizer
+from octile.train.data.corpus import files_below, is_path, why_not_opened
 from octile.validation import quoted
 
 SUFFIX = ".jsonl"
@@ -27,6 +28,7 @@ KINDS = '"messages", or "prompt" and "completion", or "text"'
 TEXTS = ("messages", "prompt", "completion", "text")
 FIELDS = (*TEXTS, "tools", "chat_template_kwargs")
 MAX_LINE = 2**24  # bytes, the line end included; millions of tokens
+BEGIN = 4096  # bytes in which a file of examples begins one
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -49,21 +51,50 @@ class Example(NamedTuple):
 
 
 def is_examples(source: str | Path) -> bool:
-    """Whether a source of data names a file of examples."""
-    return str(source).endswith(SUFFIX) and "://" not in str(source) and not str(source).startswith("hf:")
+    """Whether a source of data is a file of examples, by its name, or a folder with files of examples."""
+    if is_path(source) and Path(source).is_dir():
+        return any(begins_with_example(file) == "line" for file in example_files(source))
+    return is_path(source) and str(source).endswith(SUFFIX)
 
 
-def holds_examples(path: Path) -> bool:
-    """Whether the first line of a file is an example, whatever the file's name. A longer one than MAX_LINE is none."""
-    with path.open("rb") as lines:
-        line = lines.readline(MAX_LINE + 1)
-    if len(line) > MAX_LINE:
-        return False
+def example_files(source: str | Path) -> list[Path]:
+    """The files of examples: the named one, or those below a folder that have the suffix, sorted by their names there.
+
+    Files and folders that a text corpus leaves out without opening them are left out here, too.
+    """
+    path = Path(source)
+    if not path.is_dir():
+        return [path]
+    if why_not_opened(path) is not None:  # a folder of the kernel
+        return []
+    return [file for file in files_below(path)[0] if file.suffix == SUFFIX and why_not_opened(file) is None]
+
+
+def begins_with_example(path: Path) -> Literal["line", "array"] | None:
+    """How a file begins with an example, whatever the file's name: as a line, or in a JSON array; None if it does not.
+
+    An example of more than MAX_LINE bytes is none.
+    """
     try:
-        row = json.loads(line.removeprefix(codecs.BOM_UTF8))
+        with path.open("rb") as file:
+            begin = file.read(min(BEGIN, MAX_LINE))
+            if not begin.removeprefix(codecs.BOM_UTF8).lstrip().startswith((b"{", b"[")):
+                return None
+            begin += file.read(MAX_LINE - len(begin))
+    except OSError:  # reading the data says why
+        return None
+    text = begin.removeprefix(codecs.BOM_UTF8).decode(errors="replace").lstrip()
+    is_array = text.startswith("[")
+    try:
+        row, end = json.JSONDecoder().raw_decode(text := text[is_array:].lstrip())
     except (ValueError, RecursionError):
-        return False
-    return isinstance(row, dict) and ("messages" in row or "text" in row or {"prompt", "completion"} <= row.keys())
+        return None
+    if not isinstance(row, dict) or not ("messages" in row or "text" in row or {"prompt", "completion"} <= row.keys()):
+        return None
+    if is_array:
+        return "array"
+    is_line = "\n" not in text[:end] and not text[end:].partition("\n")[0].strip()
+    return "line" if is_line else None
 
 
 def read_examples(path: Path, tokenizer: Tokenizer, template: ChatTemplate) -> Iterator[Example]:

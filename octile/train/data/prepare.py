@@ -89,11 +89,7 @@ def prepare(
         RuntimeError: the text changed while it was read.
     """
     folder = Path(folder)
-    if Path(source).is_dir() and folder.resolve().is_relative_to(Path(source).resolve()):
-        raise ValueError(
-            f"data {str(source)!r} must not hold the folder {folder}: what is written would be read as text"
-        )
-    token_cache.check_outside(source)
+    check_not_inside(source, folder)
     _check_positive(sequence_length=sequence_length, held_out_windows=held_out_windows)
     check_vocab_size(vocab_size)
     given = None if tokenizer is None else Tokenizer.load(tokenizer)
@@ -113,6 +109,23 @@ def prepare(
     }
     build = partial(_build, source=source, settings=settings, given=given, progress=progress)
     return reuse_or_build(folder, str(source), settings, build, say)
+
+
+def check_not_inside(source: str | Path, folder: Path) -> None:
+    """Refuse a source that is a folder in which something is written: that would be read, too.
+
+    Args:
+        source: a source of data.
+        folder: the folder that is written.
+
+    Raises:
+        ValueError: the source holds the folder, or the cache.
+    """
+    if Path(source).is_dir() and folder.resolve().is_relative_to(Path(source).resolve()):
+        raise ValueError(
+            f"data {str(source)!r} must not hold the folder {folder}: what is written would be read as text"
+        )
+    token_cache.check_outside(source)
 
 
 def _streamed(url: str, folder: Path, vocab_size: int, tokenizer: Tokenizer | None) -> TokenStore:
@@ -198,7 +211,7 @@ def _build(
     else:
         tokenizer = given
     tokenizer.save(folder)
-    lines = (f"{reason}: {_one_line(name)}\n" for reason, name in index.left_out)
+    lines = (f"{reason}: {one_line(name)}\n" for reason, name in index.left_out)
     (folder / LEFT_OUT).write_text("".join(lines), encoding="utf-8")
     tokens, cut_tokens = _encode(folder, corpus, index, held_out, tokenizer, progress)
     if content_digest(source) != settings["text"]:  # documents that change are refused, but others may have changed
@@ -233,7 +246,8 @@ def _build(
     return manifest
 
 
-def _one_line(name: str) -> str:
+def one_line(name: str) -> str:
+    """A name as it stands in a line of left_out.txt."""
     return escape_control_characters(name).replace("\n", r"\n")
 
 

@@ -1,4 +1,4 @@
-"""Builds a token store of packed sequences from a file of examples.
+"""Builds a token store of packed sequences from a file of examples, or all of a folder.
 
 A store of the same examples and settings is reused: that in the folder, or one in the cache (`token_cache`). Otherwise
 each example is rendered and encoded, cut at the end if it is longer than a sequence, and left out if no token of it has
@@ -24,9 +24,9 @@ from octile.serve.http.chat import ChatTemplate
 from octile.tokenizer import Tokenizer
 from octile.train.data.corpus import LeftOut
 from octile.train.data.corpus_index import BYTES_PER_TOKEN, CorpusIndex
-from octile.train.data.examples import Example, read_examples
+from octile.train.data.examples import Example, example_files, read_examples
 from octile.train.data.packed_tokens import FIRST, LOSS, best_fit
-from octile.train.data.prepare import Progress, reuse_or_build, versions
+from octile.train.data.prepare import Progress, check_not_inside, one_line, reuse_or_build, versions
 from octile.train.data.token_store import LEFT_OUT, PARTS, Manifest, Packed, TokenStore, TokenWriter
 from octile.train.run.source_digest import source_digest
 from octile.validation import json_checksum
@@ -70,13 +70,13 @@ def prepare_examples(
     progress: Progress = lambda stage, share: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> TokenStore:
-    """Build the token store of a file of examples in a folder, or reuse one with the same examples and settings.
+    """Build the token store of examples in a folder, or reuse one with the same examples and settings.
 
     One in the folder is reused, or else one in the cache (`token_cache`), of which the folder gets a copy; but not
     where the chat template reads the clock.
 
     Args:
-        source: the file.
+        source: the file of examples, or a folder of them, whose files are read in the order of their names.
         folder: the folder of the store; other files in it are not changed. What a killed process left half-built is
             removed.
         sequence_length: S.
@@ -87,14 +87,16 @@ def prepare_examples(
 
     Raises:
         FileNotFoundError: the tokenizer does not exist.
-        ValueError: a line is no example, there are too few, or the store in the folder is damaged.
+        ValueError: a line is no example, there are too few, or the store in the folder is damaged. The source is a
+            folder that holds the store's folder or the cache.
     """
     source, folder = Path(source), Path(folder)
+    check_not_inside(source, folder)
     progress("reading", 0.0)
     loaded = Tokenizer.load(tokenizer)
     template = ChatTemplate.load(Path(tokenizer), loaded)
     settings = {
-        "text": checksum(source)["sha256"],
+        "text": _digest(source),
         "preparation": source_digest(PREPARED_BY),
         "versions": versions("tokenizers", "jinja2"),
         "sequence_length": sequence_length,
@@ -115,16 +117,20 @@ def _build(
 ) -> Manifest:
     sequence_length = settings["sequence_length"]
     texts, left_out, lengths = list[_Text](), list[LeftOut](), list[int]()
-    done, total = 0, max(source.stat().st_size, 1)
-    for example in read_examples(source, tokenizer, template):
-        done += example.n_bytes
-        progress("encoding", done / total)
-        lengths.append(len(example.tokens))
-        text = _text(example, sequence_length)
-        if text is None:
-            left_out.append(LeftOut(ANSWER_CUT if any(example.has_loss[1:]) else NO_LOSS, f"line {example.line}"))
-        else:
-            texts.append(text)
+    files = example_files(source)
+    done, total = 0, max(sum(file.stat().st_size for file in files), 1)
+    for file in files:
+        where = "" if file == source else f"{_name(file, source)}, "
+        for example in read_examples(file, tokenizer, template):
+            done += example.n_bytes
+            progress("encoding", done / total)
+            lengths.append(len(example.tokens))
+            text = _text(example, sequence_length)
+            if text is None:
+                reason = ANSWER_CUT if any(example.has_loss[1:]) else NO_LOSS
+                left_out.append(LeftOut(reason, f"{where}line {example.line}"))
+            else:
+                texts.append(text)
     if len({text.prompt for text in texts}) < 2:
         counts = Counter(reason.replace("_", " ") for reason, _ in left_out)
         without = "".join(f"; left out: {count:,} {reason}" for reason, count in counts.items())
@@ -147,11 +153,11 @@ def _build(
     for part in PARTS:
         max_texts, padding = _write(folder, part, parts[part], sequence_length, tokenizer)
         packed = replace(packed, max_texts=max(packed.max_texts, max_texts), padding={**packed.padding, part: padding})
-    text = checksum(source)["sha256"]
+    digest = _digest(source)
     manifest = Manifest(
         source=str(source),
-        settings=settings if text == settings["text"] else {**settings, "text": None},  # the file has changed meanwhile
-        fingerprint=text,
+        settings=settings if digest == settings["text"] else {**settings, "text": None},  # a file has changed meanwhile
+        fingerprint=digest,
         vocab_size=tokenizer.vocab_size,
         documents={part: len(parts[part]) for part in PARTS},
         bytes={part: sum(text.n_bytes for text in parts[part]) for part in PARTS},
@@ -163,6 +169,18 @@ def _build(
     manifest = replace(manifest, sha256={name: checksum(folder / name)["sha256"] for name in manifest.files})
     manifest.write(folder)
     return manifest
+
+
+def _digest(source: Path) -> str:
+    """The SHA-256 of a file, or of the names and contents of a folder's."""
+    if not source.is_dir():
+        sha256: str = checksum(source)["sha256"]
+        return sha256
+    return json_checksum([[_name(file, source), checksum(file)["sha256"]] for file in example_files(source)])
+
+
+def _name(file: Path, folder: Path) -> str:
+    return one_line(file.relative_to(folder).as_posix())
 
 
 def _text(example: Example, sequence_length: int) -> _Text | None:

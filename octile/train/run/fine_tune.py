@@ -25,12 +25,13 @@ import torch
 from torch import nn
 
 from octile.checkpoint.hugging_face import has_fp8_weights, read_model_config
+from octile.command_text import quoted_path
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.recipe import Recipe
 from octile.scaled import quantize
 from octile.train.config import OptimConfig, TrainConfig
-from octile.train.data.corpus import why_not_opened
-from octile.train.data.examples import holds_examples, is_examples
+from octile.train.data.corpus import files_below, is_path, why_not_opened, why_not_text
+from octile.train.data.examples import SUFFIX, begins_with_example, is_examples
 
 SHAPE = (  # fields of the model that determine its weights and their shapes
     *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers"),
@@ -79,22 +80,13 @@ def check_examples(config: TrainConfig) -> None:
     """Refuse to train on examples what cannot be.
 
     Raises:
-        ValueError: the data is a folder, or a file of examples that has another suffix. There are no weights to begin
-            with, and with them no tokenizer and chat template. Layers do not know the borders of texts that share a
-            sequence, as in sparse attention and in a pipeline.
+        ValueError: a file of examples has another suffix, or is a JSON array; or a folder holds examples and other
+            text. There are no weights to begin with, and with them no tokenizer and chat template. Layers do not know
+            the borders of texts that share a sequence, as in sparse attention and in a pipeline.
     """
-    path = Path(config.data)
+    _check_files(config.data)
     if not is_examples(config.data):
-        if path.is_file() and why_not_opened(path) is None and holds_examples(path):
-            raise ValueError(
-                f"data {config.data!r} would be read as plain text, but its first line is an example: "
-                f"rename it to {path.with_suffix('.jsonl').name}"
-            )
         return
-    if path.is_dir():
-        raise ValueError(
-            f"data {config.data!r} must be a file of examples, but is a folder: name a file in it by --data"
-        )
     if config.init_from is None:
         raise ValueError(
             f"data {config.data!r} holds examples to fine-tune on: add --init-from FOLDER, which has weights, "
@@ -107,6 +99,37 @@ def check_examples(config: TrainConfig) -> None:
             f"data {config.data!r} holds examples, on which a model with an indexer is not trained: its sparse "
             "attention does not know the borders of texts that share a sequence"
         )
+
+
+def _check_files(data: str) -> None:
+    """Refuse examples that would be read as plain text, and a folder that holds examples and other text."""
+    path = Path(data)
+    if not is_path(data) or why_not_opened(path) is not None:
+        return
+    files = [file for file in files_below(path)[0] if file.suffix in (SUFFIX, ".json")] if path.is_dir() else [path]
+    for file in files:
+        if why_not_opened(file) is not None:
+            continue
+        named = f"data {data!r}" if file == path else f"data {data!r}: {file.relative_to(path)}"
+        begins = begins_with_example(file)
+        if begins == "array":
+            lines = file.with_suffix(".lines.jsonl" if file.suffix == SUFFIX else SUFFIX)
+            raise ValueError(
+                f"{named} is a JSON array of examples, but must have one object a line: convert it with "
+                f"jq -c '.[]' {quoted_path(file)} > {quoted_path(lines)}"
+            )
+        if begins == "line" and file.suffix != SUFFIX:
+            raise ValueError(
+                f"{named} would be read as plain text, but its first line is an example: "
+                f"rename it to {file.with_suffix(SUFFIX).name}"
+            )
+    if path.is_dir() and is_examples(data):
+        for file in files_below(path)[0]:
+            if file.suffix != SUFFIX and why_not_text(file, file.name) is None:
+                raise ValueError(
+                    f"data {data!r} must hold either examples or other text, but it holds examples in {SUFFIX} files "
+                    f"and {str(file.relative_to(path))!r}: name one of its files, or move them to a folder of their own"
+                )
 
 
 @torch.no_grad()

@@ -189,6 +189,50 @@ def test_a_byte_order_mark_and_null_fields_count_as_absent(prepared):
     assert "day" in "".join(loss for _, loss in texts(prepared("\ufeff" + json.dumps(row), {"text": "hello"})))
 
 
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A folder with two files of examples, a hidden one, and an empty one."""
+    (tmp_path / "chats" / "more").mkdir(parents=True)
+    for name, rows in {"more/p0.jsonl": ROWS[2:], "a.jsonl": ROWS[:2], ".b.jsonl": ROWS, "c.jsonl": ()}.items():
+        (tmp_path / "chats" / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "chats"
+
+
+def test_a_folder_has_the_examples_of_its_files_in_the_order_of_their_names(folder, tokenizer, tmp_path):
+    found = prepare_examples(folder, tmp_path / "data", 32, tokenizer, held_out_sequences=1)
+    one = tmp_path / "all.jsonl"
+    one.write_text("\n".join(map(json.dumps, ROWS)))
+    assert texts(found) == texts(prepare_examples(one, tmp_path / "other", 32, tokenizer, held_out_sequences=1))
+
+
+def test_other_files_of_a_folder_are_prepared_anew(folder, tokenizer, tmp_path):
+    make = lambda: prepare_examples(folder, tmp_path / "data", 32, tokenizer, held_out_sequences=1)  # noqa: E731
+    settings = [make().manifest.settings["text"], make().manifest.settings["text"]]
+    (folder / "a.jsonl").rename(folder / "b.jsonl")
+    settings.append(make().manifest.settings["text"])
+    (folder / "c.jsonl").write_text(json.dumps({"text": "more"}))
+    settings.append(make().manifest.settings["text"])
+    assert settings[0] == settings[1]
+    assert len(set(settings)) == 3
+
+
+def test_what_is_left_out_of_a_folder_is_named_by_file_and_line(folder, tokenizer, tmp_path):
+    (folder / "c.jsonl").write_text("\n" + json.dumps({"messages": TALK["messages"][:1]}))
+    store = prepare_examples(folder, tmp_path / "data", 32, tokenizer, held_out_sequences=1)
+    assert store.left_out(3) == {NO_LOSS: ["c.jsonl, line 2"]}
+
+
+def test_a_line_of_a_folder_that_is_no_example_is_refused_with_its_file(folder, tokenizer, tmp_path):
+    (folder / "c.jsonl").write_text('{"question": "a"}')
+    with pytest.raises(ValueError, match=r"chats/c.jsonl, line 1: must have .*; it has 'question'"):
+        prepare_examples(folder, tmp_path / "data", 32, tokenizer, held_out_sequences=1)
+
+
+def test_a_folder_of_examples_must_not_hold_what_is_written(folder, tokenizer):
+    with pytest.raises(ValueError, match=r"data '.*chats' must not hold the folder .*data: what is written"):
+        prepare_examples(folder, folder / "data", 32, tokenizer, held_out_sequences=1)
+
+
 def test_too_few_examples_are_refused(prepared):
     with pytest.raises(
         ValueError, match=r"too few examples: at least two .*, and 1 can be used; left out: 1 whose answer"

@@ -209,7 +209,10 @@ DECIDES_NOTHING = {  # it reads, writes or reuses tokens; `mix` decides about ch
     "train.run.source_digest",
     "validation",
 }
-OF_EXAMPLES = {"train.data.corpus", "train.data.prepare"}  # types and the name of a folder
+OF_EXAMPLES = {
+    "train.data.corpus",
+    "train.data.prepare",
+}  # types, the name of a folder, and the files, whose names and digests count
 
 
 @pytest.mark.parametrize(

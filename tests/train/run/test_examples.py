@@ -130,10 +130,53 @@ def test_what_does_not_train_on_examples_is_refused(tmp_path, changes, message):
         check_examples(micro(**{"data": "x.jsonl", "init_from": tmp_path, **changes}))
 
 
-def test_a_folder_named_like_a_file_of_examples_is_refused(tmp_path):
-    (tmp_path / "x.jsonl").mkdir()
-    with pytest.raises(ValueError, match=r"data '.*x.jsonl' must be a file of examples, but is a folder: .* --data"):
-        check_examples(micro(data=str(tmp_path / "x.jsonl"), init_from=tmp_path))
+EXAMPLE = {"prompt": "47 + 38 =", "completion": " 85"}
+
+
+def check_folder(tmp_path, **files: object) -> None:
+    """Check a folder of files, given by name with _ for the dot and content: a text, or what json.dumps gets."""
+    (tmp_path / "data").mkdir()
+    for name, content in files.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (tmp_path / "data" / name.replace("_", ".")).write_text(text)
+    check_examples(micro(data=str(tmp_path / "data")))
+
+
+def test_a_folder_of_examples_needs_weights_to_begin_with(tmp_path):
+    with pytest.raises(ValueError, match=r"data '.*data' holds examples to fine-tune on: add --init-from FOLDER"):
+        check_folder(tmp_path, p0_jsonl=EXAMPLE, p1_jsonl=EXAMPLE)
+
+
+@pytest.mark.parametrize("name", ["README_md", "notes"])
+def test_a_folder_of_examples_and_other_text_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=r"must hold either examples or other text, .* and '(README.md|notes)': name"):
+        check_folder(tmp_path, **{"p0_jsonl": EXAMPLE, name: "About these chats.\n"})
+
+
+def test_a_folder_in_which_examples_have_another_suffix_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"data '.*data': p0.json would be read .*: rename it to p0.jsonl$"):
+        check_folder(tmp_path, p0_json=EXAMPLE, a_txt="text")
+
+
+@pytest.mark.parametrize("files", [{"a_jsonl": '{"step": 1}\n', "b_txt": "text"}, {"a_json": "[1]"}, {}])
+def test_a_folder_without_examples_is_plain_text(tmp_path, files):
+    check_folder(tmp_path, **files)
+
+
+def test_a_folder_with_the_name_of_a_built_in_text_is_not_searched_for_examples(tmp_path, monkeypatch):
+    (tmp_path / "stdlib").mkdir()
+    (tmp_path / "stdlib" / "p0.jsonl").write_text(json.dumps(EXAMPLE))
+    monkeypatch.chdir(tmp_path)
+    check_examples(micro(data="stdlib"))
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize(("name", "lines"), [("chats.json", "chats.jsonl"), ("chats.jsonl", "chats.lines.jsonl")])
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_json_array_of_examples_is_refused(tmp_path, indent, name, lines, is_folder):
+    (tmp_path / name).write_text(json.dumps([EXAMPLE, EXAMPLE], indent=indent))
+    with pytest.raises(ValueError, match=rf"one object a line: convert it with jq -c '.\[\]' .*{name} > .*{lines}$"):
+        check_examples(micro(data=str(tmp_path if is_folder else tmp_path / name)))
 
 
 def test_attention_of_serving_is_refused(tmp_path):
@@ -156,7 +199,9 @@ def test_a_first_line_that_no_example_may_have_is_plain_text(tmp_path, monkeypat
 
 
 def test_a_file_without_an_end_is_not_searched_for_examples(monkeypatch):
-    monkeypatch.setattr("octile.train.run.fine_tune.holds_examples", lambda path: pytest.fail(f"{path} was opened"))
+    monkeypatch.setattr(
+        "octile.train.run.fine_tune.begins_with_example", lambda path: pytest.fail(f"{path} was opened")
+    )
     check_examples(micro(data="/proc/self/pagemap"))
 
 
