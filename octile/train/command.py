@@ -122,9 +122,10 @@ def read(given: Given) -> Options:
     else:
         config = begin_config(given)
         if begin:
-            from octile.train.run.fine_tune import fine_tuning
+            from octile.train.run.fine_tune import OPTIM, fine_tuning
 
-            config = fine_tuning(config, Path(begin))
+            warmup = given.get("optim.warmup") if "optim.decay" not in given else None
+            config = fine_tuning(config, Path(begin), OPTIM.warmup if warmup is None else float(warmup))
     options: Options = build(given, Options.of(config))
     for name, (ranks, without) in OF_RANKS.items():  # a resumed run may have them from more ranks
         if getattr(options.parallel, ranks) == 1 and f"parallel.{name}" in given:

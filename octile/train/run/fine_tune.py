@@ -42,21 +42,26 @@ INDEXER_SHAPE = ("index_n_heads", "index_head_dim", "indexer_types")  # those of
 OPTIM = OptimConfig(lr=5e-6, warmup=0.0, decay=1.0, final_lr=0.2, balance_speed=0.0)
 
 
-def fine_tuning(config: TrainConfig, folder: Path) -> TrainConfig:
+def fine_tuning(config: TrainConfig, folder: Path, warmup: float = OPTIM.warmup) -> TrainConfig:
     """A preset's configuration, changed to fine-tune the weights in a folder.
 
     Sequences are at most as long as the model's context.
 
+    Args:
+        config: the configuration.
+        folder: the folder.
+        warmup: share of the steps in which the learning rate rises; it falls in all others.
+
     Raises:
         FileNotFoundError: there is no checkpoint.
-        ValueError: it is not one of this model, or damaged.
+        ValueError: it is not one of this model, or damaged; or warmup is not from 0 to 1.
     """
     model = read_model_config(folder)
     return replace(
         config,
         init_from=folder,
         model=model,
-        optim=OPTIM,
+        optim=replace(OPTIM, warmup=warmup, decay=1 - warmup),
         indexer_stage="sparse" if model.has_indexer else None,
         sequence_length=min(config.sequence_length, model.max_position_embeddings),
     )

@@ -16,7 +16,9 @@ from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.meta import meta_model
 from octile.models.names import to_hf
 from octile.nn.observer import observe_quantization
+from octile.options.parse import parse
 from octile.scaled import ScaledTensor, quantize
+from octile.train import command as train_command
 from octile.train.config import TrainConfig, preset
 from octile.train.loop import train
 from octile.train.run.fine_tune import (
@@ -241,6 +243,38 @@ def test_fine_tuning_uses_the_shape_of_the_folder_and_a_small_learning_rate(save
     assert (config.model.hidden_size, config.model.moe_intermediate_size) == (64, 128)
     assert (config.optim, config.batch_size) == (OPTIM, preset("tiny").batch_size)
     assert TrainConfig.from_json(config.to_json()) == config
+
+
+def read_options(*words: str) -> train_command.Options:
+    given = parse(train_command.Options, ["--init-from", *words], "train")
+    with given.naming_options():
+        return train_command.read(given)
+
+
+@pytest.mark.parametrize(
+    ("options", "warmup", "decay"),
+    [
+        ((), 0.0, 1.0),
+        (("--optim.warmup", "0.1"), 0.1, 0.9),
+        (("--optim.warmup", "0.1", "--optim.decay", "0.5"), 0.1, 0.5),
+        (("--optim.decay", "0.5"), 0.0, 0.5),
+    ],
+)
+def test_a_warmup_alone_leaves_the_other_steps_to_the_decay(saved, options, warmup, decay):
+    optim = read_options(str(saved("fp8")), *options).optim
+    assert optim == replace(OPTIM, warmup=warmup, decay=decay)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--optim.warmup", "0.1", "--optim.decay", "1"), "warmup 0.1 and --optim.decay 1.0 are together more than"),
+        (("--optim.warmup", "1.5"), "--optim.warmup must be at most 1, not 1.5"),
+    ],
+)
+def test_shares_of_steps_that_contradict_each_other_are_refused(saved, options, message):
+    with pytest.raises(ValueError, match=message):
+        read_options(str(saved("fp8")), *options)
 
 
 def test_sequences_are_at_most_as_long_as_the_context_of_the_folder(saved):
