@@ -28,6 +28,7 @@ KINDS = '"messages", or "prompt" and "completion", or "text"'
 TEXTS = ("messages", "prompt", "completion", "text")
 FIELDS = (*TEXTS, "tools", "chat_template_kwargs")
 MAX_LINE = 2**24  # bytes, the line end included; millions of tokens
+NAMED = 10  # lines of a file that are no examples and are named, with what is wrong
 BEGIN = 4096  # bytes in which a file of examples begins one
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -106,17 +107,30 @@ def read_examples(path: Path, tokenizer: Tokenizer, template: ChatTemplate) -> I
         template: its chat template.
 
     Raises:
-        ValueError: a line is no example, or longer than MAX_LINE, or the template does not render it; names file and
-            line.
+        ValueError: after the last example, if lines are no examples, or the template does not render them: names the
+            file, their number, and the first NAMED with what is wrong. Behind a line longer than MAX_LINE none is read.
     """
-    for number, line in read_lines(path, str(path)):
-        try:
-            tokens, has_loss, prompt = _read(_parse(line), tokenizer, template)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from None
-        except RecursionError:
-            raise ValueError(f"{path}, line {number}: its objects and lists are nested too deeply") from None
-        yield Example(number, len(line), tokens, has_loss, prompt)
+    refused, count = list[str](), 0
+    try:
+        for number, line in read_lines(path, str(path)):
+            try:
+                tokens, has_loss, prompt = _read(_parse(line), tokenizer, template)
+            except (ValueError, RecursionError) as error:
+                is_deep = isinstance(error, RecursionError)
+                count += 1
+                if count <= NAMED:
+                    why = "its objects and lists are nested too deeply" if is_deep else error
+                    refused.append(f"line {number}: {why}")
+            else:
+                yield Example(number, len(line), tokens, has_loss, prompt)
+    except ValueError as error:  # a line that is too long
+        count += 1
+        refused.append(str(error).removeprefix(f"{path}, "))
+    if count == 1:
+        raise ValueError(f"{path}, {refused[0]}")
+    if count:
+        more = f"; and {count - len(refused):,} more" if count > len(refused) else ""
+        raise ValueError(f"{path}: {count:,} lines are no examples: {'; '.join(refused)}{more}")
 
 
 def read_lines(path: Path, name: str) -> Iterator[tuple[int, bytes]]:

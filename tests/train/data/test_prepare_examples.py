@@ -177,6 +177,28 @@ def test_what_is_no_example_is_refused_with_its_line(prepared, row, message):
         prepared({"text": "hello"}, row)
 
 
+def test_several_lines_that_are_no_examples_are_refused_together(prepared):
+    with pytest.raises(
+        ValueError, match=r"x.jsonl: 2 lines are no examples: line 1: not JSON: .*; line 3: text must be"
+    ):
+        prepared("{", {"text": "hello"}, {"text": 3})
+
+
+@pytest.mark.parametrize(("count", "end"), [(10, r"line 10: text must be a text, not 3$"), (22, r"; and 12 more$")])
+def test_ten_lines_that_are_no_examples_are_named(prepared, count, end):
+    with pytest.raises(ValueError, match=rf"x.jsonl: {count} lines are no examples: line 1: .*{end}") as refused:
+        prepared(*[{"text": 3}] * count)
+    assert str(refused.value).count("line ") == 10
+
+
+def test_a_line_that_is_too_long_is_named_with_those_before_it(prepared, monkeypatch):
+    monkeypatch.setattr("octile.train.data.examples.MAX_LINE", 20)
+    with pytest.raises(
+        ValueError, match=r"2 lines are no examples: line 1: text must be .*; line 2: must have at most"
+    ):
+        prepared({"text": 3}, {"text": "hello, hello"}, {"text": 4})
+
+
 def test_no_more_of_a_line_is_read_than_an_example_may_have(prepared, monkeypatch):
     monkeypatch.setattr("octile.train.data.examples.MAX_LINE", 20)
     with pytest.raises(ValueError, match=r"x.jsonl, line 2: must have at most 20 bytes, but has more$"):
