@@ -42,6 +42,7 @@ class Example(NamedTuple):
         tokens: its tokens.
         has_loss: for each token whether it is to be predicted.
         prompt: the tokens before the first answer to a user; if there is none, all tokens.
+        empty_answers: the answers and completions without text and calls, which have the loss of their end alone.
     """
 
     line: int
@@ -49,6 +50,7 @@ class Example(NamedTuple):
     tokens: list[int]
     has_loss: list[bool]
     prompt: list[int]
+    empty_answers: int
 
 
 def is_examples(source: str | Path) -> bool:
@@ -114,7 +116,7 @@ def read_examples(path: Path, tokenizer: Tokenizer, template: ChatTemplate) -> I
     try:
         for number, line in read_lines(path, str(path)):
             try:
-                tokens, has_loss, prompt = _read(_parse(line), tokenizer, template)
+                fields = _read(_parse(line), tokenizer, template)
             except (ValueError, RecursionError) as error:
                 is_deep = isinstance(error, RecursionError)
                 count += 1
@@ -122,7 +124,7 @@ def read_examples(path: Path, tokenizer: Tokenizer, template: ChatTemplate) -> I
                     why = "its objects and lists are nested too deeply" if is_deep else error
                     refused.append(f"line {number}: {why}")
             else:
-                yield Example(number, len(line), tokens, has_loss, prompt)
+                yield Example(number, len(line), *fields)
     except ValueError as error:  # a line that is too long
         count += 1
         refused.append(str(error).removeprefix(f"{path}, "))
@@ -181,8 +183,8 @@ def _parse(line: bytes) -> dict[str, Any]:
 
 def _read(
     row: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate
-) -> tuple[list[int], list[bool], list[int]]:
-    """The tokens, losses and prompt of an example."""
+) -> tuple[list[int], list[bool], list[int], int]:
+    """The tokens, losses, prompt and number of empty answers of an example."""
     kinds = [kind for kind in (("messages",), ("prompt", "completion"), ("text",)) if any(name in row for name in kind)]
     if len(kinds) != 1:
         raise ValueError(f"must have no more than {KINDS}; it has {', '.join(map(repr, row))}")
@@ -197,12 +199,13 @@ def _read(
     before = tokenizer.encode_prompt(prompt[0]) if prompt else [tokenizer.begin]
     after = [*tokenizer.encode(answer), tokenizer.end]
     tokens = before + after
-    return tokens, [False] * len(before) + [True] * len(after), before if any(prompt) else tokens
+    has_loss, n_empty = [False] * len(before) + [True] * len(after), int(bool(prompt) and not answer.strip())
+    return tokens, has_loss, before if any(prompt) else tokens, n_empty
 
 
 def _conversation(
     row: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate
-) -> tuple[list[int], list[bool], list[int]]:
+) -> tuple[list[int], list[bool], list[int], int]:
     messages, tools, variables = row["messages"], row.get("tools") or [], row.get("chat_template_kwargs") or {}
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"messages must be a list of at least one message, not {quoted(messages)}")
@@ -214,11 +217,18 @@ def _conversation(
     tokens, has_loss = template.conversation(read, tools, variables)
     if template.is_plain and read[-1]["role"] == "assistant":  # a plain template does not end a text
         tokens, has_loss = [*tokens, tokenizer.end], [*has_loss, True]
+    n_empty = sum(message["role"] == "assistant" and _is_empty(message) for message in read)
     roles = [message["role"] for message in read]
     answers = [i for i, role in enumerate(roles) if role == "assistant" and "user" in roles[:i]]
     if not answers:
-        return tokens, has_loss, tokens
-    return tokens, has_loss, template.prompt(read[: answers[0]], Rendering(tools, variables)).tokens
+        return tokens, has_loss, tokens, n_empty
+    return tokens, has_loss, template.prompt(read[: answers[0]], Rendering(tools, variables)).tokens, n_empty
+
+
+def _is_empty(message: Mapping[str, Any]) -> bool:
+    """Whether a message has no text, no thought and no calls."""
+    texts = message["content"] or "", message.get("reasoning_content") or ""
+    return "tool_calls" not in message and not any(str(text).strip() for text in texts)
 
 
 def _message(name: str, message: object) -> dict[str, Any]:

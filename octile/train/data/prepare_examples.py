@@ -116,7 +116,7 @@ def _build(
     progress: Progress,
 ) -> Manifest:
     sequence_length = settings["sequence_length"]
-    texts, left_out, lengths = list[_Text](), list[LeftOut](), list[int]()
+    texts, left_out, lengths, empty = list[_Text](), list[LeftOut](), list[int](), list[str]()
     files = example_files(source)
     done, total = 0, max(sum(file.stat().st_size for file in files), 1)
     for file in files:
@@ -125,12 +125,12 @@ def _build(
             done += example.n_bytes
             progress("encoding", done / total)
             lengths.append(len(example.tokens))
-            text = _text(example, sequence_length)
+            name, text = f"{where}line {example.line}", _text(example, sequence_length)
             if text is None:
-                reason = ANSWER_CUT if any(example.has_loss[1:]) else NO_LOSS
-                left_out.append(LeftOut(reason, f"{where}line {example.line}"))
+                left_out.append(LeftOut(ANSWER_CUT if any(example.has_loss[1:]) else NO_LOSS, name))
             else:
                 texts.append(text)
+                empty += [name] * example.empty_answers
     if len({text.prompt for text in texts}) < 2:
         counts = Counter(reason.replace("_", " ") for reason, _ in left_out)
         without = "".join(f"; left out: {count:,} {reason}" for reason, count in counts.items())
@@ -149,6 +149,8 @@ def _build(
         truncated=sum(length > sequence_length for length in lengths),
         longest=max(lengths),
         has_plain_template=template.is_plain,
+        empty_answers=len(empty),
+        first_empty_answer=empty[0] if empty else None,
     )
     for part in PARTS:
         max_texts, padding = _write(folder, part, parts[part], sequence_length, tokenizer)

@@ -48,6 +48,8 @@ class Packed:
         truncated: how many texts were longer than a sequence, and were cut at its end.
         longest: the tokens of the longest text, before it was cut.
         has_plain_template: whether the tokenizer has no chat template, so that a plain one writes conversations.
+        empty_answers: how many answers and completions have no text and no calls.
+        first_empty_answer: the line of the first of them; None if there is none.
     """
 
     sequence_length: int
@@ -57,6 +59,8 @@ class Packed:
     truncated: int
     longest: int
     has_plain_template: bool
+    empty_answers: int = 0
+    first_empty_answer: str | None = None
 
 
 @dataclass(frozen=True)

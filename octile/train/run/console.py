@@ -162,6 +162,13 @@ class RunConsole:
                 "the tokenizer has no chat template, like a base model's: messages are written by a plain one "
                 "(User: … Assistant:), as octile serve does"
             )
+        if p.empty_answers:
+            are, have = ("is", "has") if p.empty_answers == 1 else ("are", "have")
+            first = "" if p.empty_answers == 1 else "the first "
+            self.print(
+                f"{format_count(p.empty_answers, 'answer')} {are} empty ({first}in {p.first_empty_answer}) and {have} "
+                "the loss of the end alone"
+            )
         self._print_left_out(store)
 
     def print_results(

@@ -84,6 +84,36 @@ def test_a_text_without_a_loss_is_left_out_with_its_reason_and_named(prepared):
     assert store.manifest.packed.truncated == 1
 
 
+CALL = called({"name": "f", "arguments": "{}"})["messages"][0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "line"),
+    [
+        ([said("")], "1 answer is empty (in line 1) and has the loss of the end alone"),
+        (
+            [said("day"), {"prompt": "hello", "completion": " "}, said(" ")],
+            "2 answers are empty (the first in line 2) and have the loss of the end alone",
+        ),
+    ],
+    ids=["one", "two"],
+)
+def test_empty_answers_are_counted(prepared, rows, line):
+    console = silent_console()
+    console.print_examples(prepared(*rows, {"text": "hello"}), 32)
+    assert line in console.console.file.getvalue().replace("\n", " ")
+
+
+def test_answers_with_text_or_calls_and_questions_are_not_empty(prepared, tokenizer):
+    (tokenizer / "chat_template.jinja").write_text(TEMPLATE + "{# tool_calls #}")
+    try:
+        asked = {"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "day"}]}
+        packed = prepared({"messages": [CALL]}, asked, {"text": "hello"}).manifest.packed
+    finally:
+        (tokenizer / "chat_template.jinja").unlink()
+    assert (packed.empty_answers, packed.first_empty_answer) == (0, None)
+
+
 @pytest.mark.parametrize(
     ("context", "advice"),
     [
