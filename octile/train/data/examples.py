@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from octile.serve.http.chat import ChatTemplate, Json, Rendering
+from octile.serve.http.chat import ChatTemplate, FieldError, Json, Rendering
 from octile.tokenizer import Tokenizer
 from octile.train.data.corpus import files_below, is_path, why_not_opened
 from octile.validation import quoted
@@ -28,6 +28,10 @@ KINDS = '"messages", or "prompt" and "completion", or "text"'
 TEXTS = ("messages", "prompt", "completion", "text")
 FIELDS = (*TEXTS, "tools", "chat_template_kwargs")
 MAX_LINE = 2**24  # bytes, the line end included; millions of tokens
+NO_TEMPLATE = (
+    "; the tokenizer has no chat template, so octile's plain one writes messages: add the model's chat_template.jinja "
+    "to its folder"
+)
 NAMED = 10  # lines of a file that are no examples and are named, with what is wrong
 BEGIN = 4096  # bytes in which a file of examples begins one
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -112,13 +116,15 @@ def read_examples(path: Path, tokenizer: Tokenizer, template: ChatTemplate) -> I
         ValueError: after the last example, if lines are no examples, or the template does not render them: names the
             file, their number, and the first NAMED with what is wrong. Behind a line longer than MAX_LINE none is read.
     """
-    refused, count = list[str](), 0
+    refused, count, hint = list[str](), 0, ""
     try:
         for number, line in read_lines(path, str(path)):
             try:
                 fields = _read(_parse(line), tokenizer, template)
             except (ValueError, RecursionError) as error:
                 is_deep = isinstance(error, RecursionError)
+                if template.is_plain and isinstance(error, FieldError):
+                    hint = NO_TEMPLATE
                 count += 1
                 if count <= NAMED:
                     why = "its objects and lists are nested too deeply" if is_deep else error
@@ -129,10 +135,10 @@ def read_examples(path: Path, tokenizer: Tokenizer, template: ChatTemplate) -> I
         count += 1
         refused.append(str(error).removeprefix(f"{path}, "))
     if count == 1:
-        raise ValueError(f"{path}, {refused[0]}")
+        raise ValueError(f"{path}, {refused[0]}{hint}")
     if count:
         more = f"; and {count - len(refused):,} more" if count > len(refused) else ""
-        raise ValueError(f"{path}: {count:,} lines are no examples: {'; '.join(refused)}{more}")
+        raise ValueError(f"{path}: {count:,} lines are no examples: {'; '.join(refused)}{more}{hint}")
 
 
 def read_lines(path: Path, name: str) -> Iterator[tuple[int, bytes]]:

@@ -207,6 +207,22 @@ def test_what_is_no_example_is_refused_with_its_line(prepared, row, message):
         prepared({"text": "hello"}, row)
 
 
+def test_a_message_that_the_plain_template_does_not_read_says_that_it_is_octiles(prepared):
+    with pytest.raises(
+        ValueError, match=r"must have no tool_calls: .*; the tokenizer has no chat template, so octile's"
+    ):
+        prepared({"text": "hello"}, {"messages": [CALL]})
+
+
+def test_a_message_that_the_models_own_template_does_not_read_says_nothing_of_another(prepared, tokenizer):
+    (tokenizer / "chat_template.jinja").write_text(TEMPLATE)
+    try:
+        with pytest.raises(ValueError, match=r"must have no tool_calls: the chat template does not read them$"):
+            prepared({"text": "hello"}, {"messages": [CALL]})
+    finally:
+        (tokenizer / "chat_template.jinja").unlink()
+
+
 def test_several_lines_that_are_no_examples_are_refused_together(prepared):
     with pytest.raises(
         ValueError, match=r"x.jsonl: 2 lines are no examples: line 1: not JSON: .*; line 3: text must be"
