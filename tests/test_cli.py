@@ -277,6 +277,8 @@ def test_unknown_recipe(capsys, text, tmp_path):
     ("options", "message"),
     [
         (["--stepz", "4"], "--stepz is unknown; perhaps you meant --steps"),
+        (["--epochs", "3"], "--epochs is unknown; perhaps you meant --steps or --tokens"),
+        (["--num_train_epochs=3"], "--num_train_epochs is unknown; perhaps you meant --steps or --tokens"),
         (["--device", "gpu"], "--device must be one of auto, cpu, cuda, not 'gpu'"),
         (["--steps", "abc"], "--steps must be a whole number, not 'abc'"),
         (["--optim.lr", "x"], "--optim.lr must be a number, not 'x'"),

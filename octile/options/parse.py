@@ -14,6 +14,12 @@ from octile.options.names import WORD_MARKS, with_options
 from octile.options.values import OptionError, value_of
 from octile.validation import annotations_of
 
+OTHER_WORDS = {  # names of other trainers' options, and what is given instead
+    "epoch": ("--steps", "--tokens"),
+    "epochs": ("--steps", "--tokens"),
+    "num-epochs": ("--steps", "--tokens"),
+    "num-train-epochs": ("--steps", "--tokens"),
+}
 HELP, HELP_ALL = frozenset({"-h", "--help"}), "--help-all"
 
 
@@ -190,10 +196,12 @@ def _needs_values(name: str, count: int, following: str, known: Collection[str])
 
 
 def _suggestion(name: str, known: Sequence[str]) -> str:
-    """Name the options that could be meant: those of the same last word, or those that are written alike."""
+    """Name the options that could be meant: of the same last word or purpose, or those that are written alike."""
     last = name.removeprefix("--").rpartition(".")[2]
-    alike = [each for each in known if each.rpartition(".")[2] == last] or get_close_matches(
-        name, known, n=3, cutoff=0.8
+    alike = (
+        [each for each in known if each.rpartition(".")[2] == last]
+        or [each for each in OTHER_WORDS.get(last, ()) if each in known]
+        or get_close_matches(name, known, n=3, cutoff=0.8)
     )
     return f"; perhaps you meant {' or '.join(alike)}" if alike else ""
 
