@@ -49,6 +49,22 @@ def explaining_disk_errors(how_to_continue: Callable[[], str]) -> Iterator[None]
         raise
 
 
+def check_space(folder: Path, needed: int) -> None:
+    """Refuse to begin what writes more than the file system has room for.
+
+    Args:
+        folder: where it writes; exists.
+        needed: the bytes that it is going to write.
+
+    Raises:
+        OSError: fewer bytes are free; the message has both numbers. The exception names the folder.
+    """
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        reason = f"{os.strerror(errno.ENOSPC)}: {needed / 1e6:,.0f} MB are needed, {free / 1e6:,.0f} MB are free"
+        raise OSError(errno.ENOSPC, reason, str(folder))
+
+
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Context manager that yields a new binary file, which replaces `path` when the block ends without an error.

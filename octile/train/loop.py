@@ -39,6 +39,7 @@ from octile.train.run.best_model import BestModel
 from octile.train.run.checkpoints import RunCheckpoints, check_address
 from octile.train.run.console import RunConsole
 from octile.train.run.deterministic import deterministic
+from octile.train.run.disk_space import check_disk_space
 from octile.train.run.duration import check_duration
 from octile.train.run.folder import RunFolder, lock_folder
 from octile.train.run.loggers import require_loggers
@@ -206,6 +207,7 @@ def _train_joined(
             if begun is not None:
                 duration = ranks.from_first(lambda: check_duration(config, device, done), str | None)
                 print_settings(begun, done, console)
+            ranks.from_first(lambda: check_disk_space(config, run, checkpoints.store, done))
             console.print(f"run folder: {run.path}")
             if config.checkpoints is not None:
                 console.print(f"checkpoints go to {config.checkpoints}")

@@ -17,8 +17,6 @@ scale = amax / 448, since BF16 has 8 significant bits and E4M3 4. Scales are res
 below 1e-36 are the exception, where BF16 has fewer bits. FP8 → FP32 → FP8 restores the scales, too.
 """
 
-import errno
-import os
 import re
 import shutil
 from collections import Counter
@@ -31,7 +29,7 @@ from typing import Any, get_args
 from octile.checkpoint.convert.plan import ConversionPlan
 from octile.checkpoint.convert.share import Share, share_of
 from octile.checkpoint.convert.tensor import Target, convert_tensor, max_error_of
-from octile.checkpoint.files import CONFIG, RECORD, atomic_write, checksum, read_record, verify, write_json
+from octile.checkpoint.files import CONFIG, RECORD, atomic_write, check_space, checksum, read_record, verify, write_json
 from octile.checkpoint.shards import INDEX, Shards, write_index
 from octile.checkpoint.tensor_file import TensorFile, writing
 from octile.command_text import how_to_download
@@ -231,10 +229,7 @@ def _check_space(dst: Path, plan: ConversionPlan, finished: Mapping[str, Any], c
     needed = sum(s.nbytes for file, specs in plan.files.items() if file not in finished for s in specs.values())
     src = plan.source.folder
     needed += sum((src / path).stat().st_size for path in copied if not (dst / path).exists())
-    free = shutil.disk_usage(dst).free
-    if needed > free:
-        reason = f"{os.strerror(errno.ENOSPC)}: {needed / 1e6:,.0f} MB are needed, {free / 1e6:,.0f} MB are free"
-        raise OSError(errno.ENOSPC, reason, str(dst))
+    check_space(dst, needed)
 
 
 def _ticker(progress: Progress | None, total: int) -> Callable[[int, str], None]:

@@ -5,6 +5,7 @@ metrics.py        measurements of steps, written so that a crash loses none
 console.py        the terminal output of a run
 rank_checks.py    whether the ranks are as many as configured, and have the same settings and code
 recipe_check.py   whether ranks and model can be trained with the recipe
+disk_space.py     whether the disk has room for a run's checkpoints and model
 duration.py       how long a run takes at least on a CPU
 deterministic.py  runs that give the same bits again
 fine_tune.py      a run that starts from a checkpoint's weights
