@@ -153,6 +153,7 @@ class TrainConfig:
         checkpoint_every: steps between checkpoints; 0 writes only the last one.
         validate_every: steps between measurements of the held-out loss.
         patience: consecutive validations without a lower held-out loss, after which the run stops; 0 never stops it.
+            With init_from, that of the initial weights counts as the first.
         batch_size: sequences per step.
         initial_batch_size: sequences of the first step, if the batch grows to batch_size.
         batch_ramp: share of the steps in which the batch grows.

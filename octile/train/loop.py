@@ -293,6 +293,8 @@ def _train(
             kernels.wait_for_plan()
             kernels.report_to(progress.compiling)
         with recorder.saved_on_failure():
+            if config.init_from is not None and checkpoint is None:  # a checkpoint holds what was measured
+                recorder.begin()
             run_steps(trainer, recorder, stop)
     trainer.release_captured()  # NCCL destroys no communicator whose collectives a graph has
     if trainer.steps_done < config.steps and not best.has_run_out(config.patience):
@@ -304,10 +306,12 @@ def _train(
     checkpoints.close()
     stopped_by = next(filter(None, ranks.gather(stop[0] if stop else 0, int)), None)  # a signal to one rank stops all
     if trainer.steps_done < config.steps and best.best is not None:
+        found = f"since step {best.best.step} was lower"
+        if best.is_above_start:
+            found = "was lower than before the first step"
         console.print(
-            f"stopped early at step {trainer.steps_done} of {config.steps}: no held-out loss since step "
-            f"{best.best.step} was lower (--patience {config.patience}); to go on: {config.resume_command} "
-            "--patience 0"
+            f"stopped early at step {trainer.steps_done} of {config.steps}: no held-out loss {found} "
+            f"(--patience {config.patience}); to go on: {config.resume_command} --patience 0"
         )
     message = f"stopped after the last step; to write the model and the report: {config.resume_command}"
     if stopped_by is not None:

@@ -35,7 +35,7 @@ class Memorization:
 def find_memorization(run: Run) -> Memorization | None:
     """When a run began to memorize, or None."""
     steps, losses = run.series("val_loss")
-    known = np.isfinite(losses)
+    known = np.isfinite(losses) & (steps > 0)  # before the first step there is no training loss
     steps, losses = steps[known], losses[known]
     if not len(losses):
         return None

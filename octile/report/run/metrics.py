@@ -5,6 +5,7 @@ metrics.jsonl has one JSON object a line; a line's keys tell its kind:
     training      {"step", "loss", "main_loss", "mtp_loss", "balance_loss", "lr", "grad_norm", "tokens", …}
                   and "indexer_loss" with indexers
     validation    {"step", "val_loss", "val_tokens": predicted tokens, of which val_loss is the mean}
+                  that of step 0 is of the weights that a run began with
     experts       {"step", "expert_load": {layer: [tokens of each expert]}}
     tile scales   {"step", "tile_scales": {operand: {"log2": […], "count": […]}}}
     stops         {"step", "stopped": why this step ended the run}
@@ -55,7 +56,8 @@ class Run:
         summary: summary.json, or empty. All its keys are optional: `preset`, `recipe`, `machine`, `parameters`,
             `active_parameters` (per token), `bytes_per_token` (of the held-out text), `held_out_share` (of the text's
             bytes) and `held_out_text` (how much that is). `prompt` is the beginning of sample.txt. `model_step` and
-            `model_val_loss` are the step after which model/ was, and its held-out loss. `stopped_after_validations` is
+            `model_val_loss` are the step after which model/ was, and its held-out loss, `initial_val_loss` that of the
+            weights that the run began with. `stopped_after_validations` is
             the patience that ended the run early.
         sample: sample.txt, or None.
         training, validation, experts, tile_scales, stops: the records of each kind in order of their steps, each step
@@ -90,6 +92,11 @@ class Run:
     def broken_steps(self) -> list[int]:
         """The steps whose training loss was NaN or infinite."""
         return [r["step"] for r in self.training if not math.isfinite(as_float(r["loss"]))]
+
+    @property
+    def initial_val_loss(self) -> float:
+        """The held-out loss before the first step in nats per token; NaN if it was not measured."""
+        return next((as_float(r["val_loss"]) for r in self.validation if r["step"] == 0), math.nan)
 
     @property
     def last_step(self) -> int:

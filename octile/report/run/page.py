@@ -213,6 +213,8 @@ def _facts(run: Run) -> list[tuple[str, str, str]]:
         bytes_per_token = as_float(run.fact("bytes_per_token"))
         if math.isfinite(bytes_per_token):
             notes.append(f"{held_out / math.log(2) / bytes_per_token:.3f} bits per byte")
+        if run.training and math.isfinite(run.initial_val_loss):
+            notes.append(f"{run.initial_val_loss:.4f} before the first step")
         facts.append(("Held-out loss", f"{held_out:.4f}", " · ".join(notes)))
     else:
         facts.append(("Held-out loss", "–", "not measured yet"))
@@ -267,10 +269,17 @@ def _notices(run: Run) -> list[str]:
         more = f", and {len(spikes) - 1:,} more time{'s' * (len(spikes) > 2)}" if len(spikes) > 1 else ""
         text = f"{spikes[0]}{more}."
         notices.append(text[0].upper() + text[1:])
-    last = last_known(run.series("val_loss")[1])
+    last, initial = last_known(run.series("val_loss")[1]), run.initial_val_loss
+    lowest = "the lowest held-out loss"
+    if initial <= as_float(run.summary.get("model_val_loss")):
+        lowest += " of its steps"
+        notices.append(
+            f"Training has not lowered the held-out loss: it was {initial:.4f} before the first step, and "
+            f"{run.summary['model_val_loss']:.4f} in model/, {lowest}."
+        )
     if (step := run.summary.get("model_step")) is not None and step != run.last_step:
         notices.append(
-            f"model/ is the model after step {step:,}, which has the lowest held-out loss, "
+            f"model/ is the model after step {step:,}, which has {lowest}, "
             f"{run.summary['model_val_loss']:.4f}; after step {run.last_step:,} it was {last:.4f}."
         )
     if memorization := find_memorization(run):

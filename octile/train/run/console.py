@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.text import Text
 
-    from octile.train.run.best_model import Best
+    from octile.train.run.best_model import BestModel
     from octile.train.trainer import Trainer
 
 NAMED = 3  # files left out that are named, of each reason
@@ -171,18 +171,25 @@ class RunConsole:
             )
         self._print_left_out(store)
 
-    def print_results(
-        self, run: RunFolder, sample: str, report: Path, best: Best | None, steps: int, more: str
-    ) -> None:
+    def print_results(self, run: RunFolder, sample: str, report: Path, best: BestModel, steps: int, more: str) -> None:
         """Print a sample of generated text, where the results are, of which step the model is, and a command for more.
 
-        Without a best validation, as in a warm-up of indexers, it is that of the last of the `steps` steps.
+        Without a best validation, as in a warm-up of indexers, it is that of the last of the `steps` steps. The last
+        line is a warning if training has not lowered the held-out loss.
         """
         from rich.panel import Panel
 
         self.console.print(Panel(self._text(sample), title="a sample of generated text", title_align="left"))
-        which = f"{best.step:,}: the lowest held-out loss, {best.val_loss:.4f}" if best else f"{steps:,}: the last"
-        self.print(f"model:  {run.model}, after step {which}\nreport: {report}\nmore:   {more}")
+        found, before = best.best, best.initial_val_loss
+        lowest = "the lowest held-out loss of its steps" if best.is_above_start else "the lowest held-out loss"
+        which = f"{found.step:,}: {lowest}, {found.val_loss:.4f}" if found else f"{steps:,}: the last"
+        start = "" if found is None or before is None else f"; before the first step it was {before:.4f}"
+        self.print(f"model:  {run.model}, after step {which}{start}\nreport: {report}\nmore:   {more}")
+        if best.is_above_start:
+            self.print(
+                "warning: training has not lowered the held-out loss: no model of this run is better on held-out text "
+                "than the one that it began with; a lower --optim.lr or more data may help"
+            )
 
     @contextmanager
     def stages(self) -> Iterator[Callable[[str, float], None]]:
@@ -301,5 +308,8 @@ class StepProgress:
         return statistics.median(step_times) if step_times else line["seconds"] / line["step"]
 
     def validation(self, line: Metrics) -> None:
-        """Show a held-out loss."""
-        self.console.print(f"step {line['step']}: held-out loss {line['val_loss']:.4f} nats per token")
+        """Show a held-out loss; that of step 0 is that of the initial weights."""
+        if line["step"] == 0:
+            self.console.print(f"held-out loss before the first step: {line['val_loss']:.4f} nats per token")
+        else:
+            self.console.print(f"step {line['step']}: held-out loss {line['val_loss']:.4f} nats per token")

@@ -89,13 +89,13 @@ def read_lines(file: Path) -> list[Metrics]:
 
 
 def truncate_after(run: RunFolder, step: int) -> list[str]:
-    """Delete the measurements of later steps, which a resumed run is going to measure again.
+    """Delete the measurements of later steps, which a resumed run is going to measure again: all of them after -1.
 
     Damaged lines are deleted, too, such as the last line of a killed run. Returns a sentence for each file that had
     some, and for measurements that are gone or lack the last steps.
     """
     notes = []
-    if step and not run.metrics_file.exists():
+    if step > 0 and not run.metrics_file.exists():
         notes.append(f"there is no {run.metrics_file}: the measurements of the steps 1 to {step:,} are missing")
     for file in (run.metrics_file, run.telemetry_file):
         if file.exists():

@@ -83,6 +83,14 @@ class RunRecorder:
             text = write_spike(spike, self.trainer, self.store, self.metrics, line) if begins else str(spike)
             self.progress.console.print(text)
 
+    def begin(self) -> None:
+        """Write the held-out loss of the weights that a run begins with, of which no step has been launched."""
+        line = {"step": 0, **self.trainer.evaluator.validate()}
+        self.metrics.write(line)
+        self.progress.validation(line)
+        if self.config.indexer_stage != "warm_up":
+            self.best.begin(line["val_loss"])
+
     def validate(self) -> None:
         """Write the held-out loss, the load of the experts and the scales of the tiles, and update the best model."""
         step = self.trainer.steps_done

@@ -99,7 +99,7 @@ def _write_results(trainer: Trainer, best: BestModel, run: RunFolder, store: Tok
     report = write_run_report(run.path)
     if memorization := find_memorization(read_run(run.path)):
         console.print(str(memorization))
-    console.print_results(run, sample, report, best.best, trainer.steps_done, _more(trainer.config, store, run, prompt))
+    console.print_results(run, sample, report, best, trainer.steps_done, _more(trainer.config, store, run, prompt))
 
 
 def _more(config: TrainConfig, store: TokenStore, run: RunFolder, prompt: str) -> str:
@@ -131,6 +131,7 @@ def _write_summary(trainer: Trainer, best: BestModel, run: RunFolder, store: Tok
         "measured_on": measured_on,
         "prompt": prompt,
         "command": run.read_config().full_command,  # the trainer of a resumed run has no init_from
+        **({} if best.initial_val_loss is None else {"initial_val_loss": best.initial_val_loss}),
         **({"model_step": best.best.step, "model_val_loss": best.best.val_loss} if best.best else {}),
     }
     if trainer.steps_done < trainer.config.steps:

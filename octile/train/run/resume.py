@@ -232,5 +232,6 @@ def restore_run(
             console.print(
                 "all its steps are done: only the model, the sample and the report are written; to train on: --steps N"
             )
-    for note in trainer.ranks.from_first(lambda: truncate_after(run, trainer.steps_done), list[str]):
+    last = -1 if checkpoint is None else trainer.steps_done  # the initial weights are measured again, too
+    for note in trainer.ranks.from_first(lambda: truncate_after(run, last), list[str]):
         console.print(note)

@@ -54,7 +54,7 @@ class TrainerState:
 
 
 # What training and comparisons add to the state in a checkpoint, and check themselves.
-OTHER_STATE = frozenset(("config", "computed_on", "measured", "best"))
+OTHER_STATE = frozenset(("config", "computed_on", "measured", "best", "initial"))
 
 
 class TrainingState:

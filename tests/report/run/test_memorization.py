@@ -1,5 +1,7 @@
 """Tests of when a run began to memorize: held-out loss must rise while training loss falls."""
 
+from dataclasses import replace
+
 import pytest
 
 from octile.report.run.memorization import find_memorization
@@ -21,6 +23,12 @@ def test_a_run_memorizes_after_its_lowest_held_out_loss():
         "after step 4 the run memorized its training text: held-out loss rose from 3.880 to 6.500, while training loss "
         "fell from 3.900 to 0.005"
     )
+
+
+def test_the_loss_before_the_first_step_is_not_the_lowest_of_training():
+    after = run([5.0, 3.88, 4.5, 6.5], [5.1, 3.9, 2.0, 0.005])
+    begun = replace(after, validation=(validation(0, 1.0), *after.validation))
+    assert find_memorization(begun) == find_memorization(after)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,17 @@ import pytest
 
 from octile.report import save_figure, write_run_report
 from octile.report.run import page as run_page
-from tests.report.conftest import CONFIG, complete_run, experts, read_page, tile_scales, training, validation, write_run
+from tests.report.conftest import (
+    CONFIG,
+    SUMMARY,
+    complete_run,
+    experts,
+    read_page,
+    tile_scales,
+    training,
+    validation,
+    write_run,
+)
 from tests.report.layout import faults_of_pages, signed_zeros
 
 SAMPLE = "def total(x):\n    return x\n"
@@ -253,6 +263,23 @@ def test_the_step_of_the_model_and_memorization_are_reported(make_run):
     page = read_page(write_run_report(make_run(lines, summary={"model_step": 4, "model_val_loss": 3.88})))
     assert "model/ is the model after step 4, which has the lowest held-out loss, 3.8800; after step 8 it" in page.words
     assert "After step 4 the run memorized its training text: held-out loss rose from 3.880 to 6.500" in page.words
+
+
+NOT_LOWERED = (
+    "Training has not lowered the held-out loss: it was 2.5000 before the first step, and 2.9471 in model/, the lowest "
+    "held-out loss of its steps."
+)
+
+
+@pytest.mark.parametrize(("initial", "is_reported"), [(2.5, True), (3.5, False)])
+@pytest.mark.usefixtures("without_figures")
+def test_the_loss_before_the_first_step_is_where_the_curve_begins(make_run, initial, is_reported):
+    lines = [validation(0, initial), *complete_run()]
+    summary = SUMMARY | {"model_step": 40, "model_val_loss": 2.9471}
+    words = read_page(write_run_report(make_run(lines, summary=summary))).words
+    assert f"The loss on held-out text went from {initial:.2f} (step 0) to 2.97 nats per token" in words
+    assert f"· {initial:.4f} before the first step" in words
+    assert (NOT_LOWERED in words) == is_reported
 
 
 @pytest.mark.usefixtures("without_figures")

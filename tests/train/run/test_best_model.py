@@ -105,6 +105,48 @@ def test_patience_counts_validations_without_a_lower_loss(patience, has_run_out)
     assert measured(with_weight(0.0), [3.0, 2.0, 2.5, 2.1]).has_run_out(patience) is has_run_out
 
 
+def begun(initial: float, losses: list[float]) -> BestModel:
+    """The same, of a run whose weights had the loss `initial` before the first step."""
+    best = BestModel(with_weight(0.0))
+    best.begin(initial)
+    for step, loss in enumerate(losses, start=1):
+        best.update(step, loss)
+    return best
+
+
+@pytest.mark.parametrize(
+    ("losses", "best", "is_above_start"),
+    [
+        ([4.0, 3.0], Best(2, 3.0, 2), True),  # each lower than the one before, none than the beginning
+        ([4.0, 3.0, math.nan], Best(2, 3.0, 3), True),
+        ([2.0], Best(1, 2.0, 1), True),
+        ([4.0, 1.9], Best(2, 1.9, 0), False),
+        ([1.9, 1.95], Best(1, 1.9, 1), False),
+    ],
+)
+def test_patience_counts_from_the_loss_before_the_first_step(losses, best, is_above_start):
+    run = begun(2.0, losses)
+    assert (run.best, run.is_above_start) == (best, is_above_start)
+
+
+def test_a_loss_before_the_first_step_that_is_not_finite_is_none():
+    assert begun(math.nan, [4.0]).best == Best(1, 4.0, 0)
+
+
+@pytest.mark.parametrize("losses", [[], [3.0], [1.0]])
+def test_a_checkpoint_restores_the_loss_before_the_first_step(losses):
+    before = begun(2.0, losses)
+    tensors, state = before.state(len(losses))
+    after = BestModel(with_weight(0.0))
+    after.load(tensors, json.loads(json.dumps(state)), len(losses))
+    assert (after.initial_val_loss, after.best) == (2.0, before.best)
+
+
+def test_a_damaged_loss_before_the_first_step_is_refused():
+    with pytest.raises(ValueError, match=r"state\.initial\.val_loss must be a number"):
+        BestModel(with_weight(0.0)).load({}, {"initial": {"val_loss": "low"}}, 2)
+
+
 @pytest.mark.parametrize("losses", [[3.0, 2.0, 2.5], [3.0, 2.5, 2.0], [math.nan]])
 def test_a_checkpoint_restores_it(losses):
     before = measured(with_weight(0.0), losses)

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from torch import nn
 
 from octile.report.console import Console as OctileConsole
 from octile.signals import Stopped
 from octile.train.compare.compare import compare
 from octile.train.data.prepare import prepare
 from octile.train.loop import train
-from octile.train.run.best_model import Best
+from octile.train.run.best_model import Best, BestModel
 from octile.train.run.console import RunConsole
 from octile.train.run.folder import RunFolder
 from tests.train.conftest import MICRO, micro, silent_console
@@ -168,11 +169,27 @@ def test_a_stage_of_training_indexers_and_their_loss_are_shown(stage):
     [(None, "after step 1,200: the last\n"), (Best(800, 2.5), "after step 800: the lowest held-out loss, 2.5000\n")],
 )
 def test_the_results_say_of_which_step_the_model_is(tmp_path, best, text):
-    console = silent_console()
-    console.print_results(RunFolder(tmp_path), "sample", tmp_path / "report.html", best, 1_200, "octile serve x")
+    console, found = silent_console(), BestModel(nn.Linear(1, 1))
+    found.best = best
+    console.print_results(RunFolder(tmp_path), "sample", tmp_path / "report.html", found, 1_200, "octile serve x")
     printed = console.console.file.getvalue()
     assert f"model:  {tmp_path / 'model'}, {text}" in printed
     assert printed.endswith("more:   octile serve x\n")
+
+
+@pytest.mark.parametrize(
+    ("initial", "text", "warns"),
+    [(3.0, "the lowest held-out loss, 2.5000", False), (2.5, "the lowest held-out loss of its steps, 2.5000", True)],
+)
+def test_a_run_that_has_not_lowered_the_held_out_loss_warns_in_its_last_line(tmp_path, initial, text, warns):
+    console, best = silent_console(), BestModel(nn.Linear(1, 1))
+    best.begin(initial)
+    best.update(800, 2.5)
+    console.print_results(RunFolder(tmp_path), "sample", tmp_path / "report.html", best, 1_200, "octile serve x")
+    printed = console.console.file.getvalue()
+    assert f"after step 800: {text}; before the first step it was {initial:.4f}\n" in printed
+    last = printed.splitlines()[-1]
+    assert last.startswith("warning: training has not lowered the held-out loss: ") == warns
 
 
 def test_the_time_left_of_a_long_run_is_in_days():

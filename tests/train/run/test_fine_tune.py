@@ -1,7 +1,9 @@
 """Tests of runs that start from a checkpoint: FP8 weights bit for bit, BF16 weights, folders of transformers."""
 
 import json
+import os
 import shutil
+import signal
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -18,8 +20,11 @@ from octile.models.names import to_hf
 from octile.nn.observer import observe_quantization
 from octile.options.parse import parse
 from octile.scaled import ScaledTensor, quantize
+from octile.signals import Stopped
 from octile.train import command as train_command
 from octile.train.config import TrainConfig, preset
+from octile.train.data.token_store import TokenStore
+from octile.train.evaluation.evaluator import Evaluator
 from octile.train.loop import train
 from octile.train.run.fine_tune import (
     INDEXER_SHAPE,
@@ -297,6 +302,84 @@ def test_a_resumed_run_does_not_need_the_folder_and_is_bit_identical(saved, text
     shutil.rmtree(folder)
     train(RunFolder.open(resumed).read_config(), True, silent_console())
     assert losses(resumed) == losses(straight)
+
+
+def measurements(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_held_out_loss_is_measured_before_the_first_step(saved, store, text, tmp_path):
+    config, screen = (
+        micro(data=str(text), model=WIDE, init_from=saved(), steps=2, out=tmp_path / "run"),
+        silent_console(),
+    )
+    train(config, False, screen)
+    lines = measurements(tmp_path / "run")
+    trainer = Trainer(config, TokenStore.open(tmp_path / "run" / "data"), CPU)
+    expected = trainer.evaluator.validate()
+    assert lines[0] == {"step": 0, **expected}
+    printed = screen.console.file.getvalue()
+    assert f"held-out loss before the first step: {expected['val_loss']:.4f} nats per token\n" in printed
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["initial_val_loss"] == expected["val_loss"]
+    alone = Trainer(config, TokenStore.open(tmp_path / "run" / "data"), CPU)  # which measures nothing before its steps
+    assert [line["loss"] for line in lines if "loss" in line] == [alone.step()["loss"] for _ in range(2)]
+
+
+def test_a_run_from_scratch_begins_with_its_first_step(text, tmp_path):
+    train(micro(data=str(text), steps=1, out=tmp_path / "run"), False, silent_console())
+    assert min(line["step"] for line in measurements(tmp_path / "run")) == 1
+
+
+@pytest.mark.parametrize(("checkpoint_every", "measured"), [(1, 1), (0, 2)])
+def test_a_resumed_run_measures_the_initial_weights_only_if_it_has_no_checkpoint(
+    saved, text, tmp_path, monkeypatch, checkpoint_every, measured
+):
+    begun, advance, validate = [], Trainer.advance, Evaluator.validate
+
+    def recorded(self):
+        begun.extend([0] * (self.progress.steps_done == 0))
+        return validate(self)
+
+    def killed(self):
+        if self.steps_done == 1:
+            raise RuntimeError("killed")
+        return advance(self)
+
+    monkeypatch.setattr(Evaluator, "validate", recorded)
+    monkeypatch.setattr(Trainer, "advance", killed)
+    out = tmp_path / "run"
+    config = micro(data=str(text), model=WIDE, init_from=saved(), steps=2, checkpoint_every=checkpoint_every, out=out)
+    with pytest.raises(RuntimeError, match="killed"):
+        train(config, False, silent_console())
+    initial = measurements(out)[0]["val_loss"]
+    monkeypatch.setattr(Trainer, "advance", advance)
+    train(RunFolder.open(out).read_config(), True, silent_console())
+    assert len(begun) == measured
+    assert [line["val_loss"] for line in measurements(out) if line["step"] == 0] == [initial]
+    assert json.loads((out / "summary.json").read_text())["initial_val_loss"] == initial
+
+
+def test_a_run_that_was_stopped_before_its_first_step_goes_on(saved, text, tmp_path, monkeypatch):
+    validate, out = Evaluator.validate, tmp_path / "run"
+
+    def stopped(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return validate(self)
+
+    monkeypatch.setattr(Evaluator, "validate", stopped)
+    with pytest.raises(Stopped, match="stopped after step 0; to continue"):
+        train(micro(data=str(text), model=WIDE, init_from=saved(), steps=1, out=out), False, silent_console())
+    monkeypatch.setattr(Evaluator, "validate", validate)
+    train(RunFolder.open(out).read_config(), True, silent_console())
+    assert [line["step"] for line in measurements(out) if "val_loss" in line] == [0, 1]
+
+
+def test_a_warm_up_of_indexers_warns_of_no_held_out_loss(saved, text, tmp_path):
+    model = replace(WIDE, index_n_heads=4, index_head_dim=16, index_topk=8)
+    config, screen = micro(data=str(text), model=model, indexer_stage="warm_up", steps=1), silent_console()
+    train(replace(config, init_from=saved(), out=tmp_path / "run"), False, screen)
+    assert "held-out loss before the first step: " in screen.console.file.getvalue()
+    assert "initial_val_loss" not in json.loads((tmp_path / "run" / "summary.json").read_text())
 
 
 def test_the_command_of_a_resumed_run_names_the_folder_that_it_began_with(saved, text, tmp_path):

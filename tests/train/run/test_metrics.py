@@ -65,6 +65,13 @@ def test_telemetry_after_the_checkpoint_is_removed(tmp_path):
     assert read_lines(run.telemetry_file) == [first]
 
 
+def test_all_measurements_are_removed_where_a_run_starts_anew(tmp_path):
+    run = RunFolder(tmp_path)
+    run.metrics_file.write_text('{"step": 0, "val_loss": 3.0}\n{"step": 1, "loss": 3.0}\n')
+    assert truncate_after(run, -1) == []
+    assert read_lines(run.metrics_file) == []
+
+
 def test_telemetry_of_no_layer_is_left_out_and_said(tmp_path):
     """One changed letter leaves JSON, of which a guard could not tell the layer."""
     run = RunFolder(tmp_path)
