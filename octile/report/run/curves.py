@@ -44,7 +44,7 @@ def mtp_loss(run: Run) -> tuple[Floats, Floats]:
 
 
 def draw_loss(figure: "Figure", run: Run) -> None:
-    """Draw the training losses with their trends, the held-out loss, and the first step with a non-finite loss."""
+    """Draw the training losses with their trends, the held-out losses, and the first step with a non-finite loss."""
     axes = figure.subplots()
     style_axes(axes, "step", "loss (nats per token; lower is better)")
     labels, extent = [], []
@@ -57,11 +57,13 @@ def draw_loss(figure: "Figure", run: Run) -> None:
         trend = noisy_line(axes, steps, values, COLOR[color])
         labels.append((last_known(trend), text, COLOR[color]))
         extent += [np.nanmin(trend), np.nanmax(trend), *np.quantile(_finite(values), [0.002, 0.998])]
-    steps, values = run.series("val_loss")
-    if np.isfinite(values).any():
+    for key, color, text in (("val_loss", "vermilion", "held-out"), ("ema_val_loss", "green", "EMA")):
+        steps, values = run.series(key)
+        if not np.isfinite(values).any():
+            continue
         dots: dict[str, Any] = {"marker": "o", "markersize": 4} if len(steps) <= 60 else {}
-        axes.plot(steps, values, color=COLOR["vermilion"], linewidth=1, **dots)
-        labels.append((last_known(values), f"held-out {last_known(values):.3f}", COLOR["vermilion"]))
+        axes.plot(steps, values, color=COLOR[color], linewidth=1, **dots)
+        labels.append((last_known(values), f"{text} {last_known(values):.3f}", COLOR[color]))
         extent += [_finite(values).min(), _finite(values).max()]
     step_axis(axes, run.last_step)
     low, high = min(extent), max(extent)
@@ -80,6 +82,9 @@ def caption_loss(run: Run) -> str:
     has_mtp = np.isfinite(mtp_loss(run)[1]).any()
     mtp = " MTP is the loss of multi-token prediction: the token after the next, given the next one."
     ahead = mtp if has_mtp else ""
+    average = _finite(run.series("ema_val_loss")[1])
+    if len(average):
+        ahead = f" EMA is the held-out loss of the averaged weights, {average[-1]:.2f} in the end.{ahead}"
     if len(held_out) >= 2:
         first, last = held_out[0], held_out[-1]
         caption = f"The loss on held-out text went from {first:.2f} (step {steps[0]:,.0f}) to {last:.2f} nats per token"

@@ -5,7 +5,7 @@ metrics.jsonl has one JSON object a line; a line's keys tell its kind:
     training      {"step", "loss", "main_loss", "mtp_loss", "balance_loss", "lr", "grad_norm", "tokens", …}
                   and "indexer_loss" with indexers
     validation    {"step", "val_loss", "val_tokens": predicted tokens, of which val_loss is the mean}
-                  that of step 0 is of the weights that a run began with
+                  and "ema_val_loss" of averaged weights; that of step 0 is of the weights that a run began with
     experts       {"step", "expert_load": {layer: [tokens of each expert]}}
     tile scales   {"step", "tile_scales": {operand: {"log2": […], "count": […]}}}
     stops         {"step", "stopped": why this step ended the run}
@@ -57,7 +57,7 @@ class Run:
             `active_parameters` (per token), `bytes_per_token` (of the held-out text), `held_out_share` (of the text's
             bytes) and `held_out_text` (how much that is). `prompt` is the beginning of sample.txt. `model_step` and
             `model_val_loss` are the step after which model/ was, and its held-out loss, `initial_val_loss` that of the
-            weights that the run began with. `stopped_after_validations` is
+            weights that the run began with, and `ema_val_loss` that of model_ema/. `stopped_after_validations` is
             the patience that ended the run early.
         sample: sample.txt, or None.
         training, validation, experts, tile_scales, stops: the records of each kind in order of their steps, each step

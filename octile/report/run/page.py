@@ -218,6 +218,10 @@ def _facts(run: Run) -> list[tuple[str, str, str]]:
         facts.append(("Held-out loss", f"{held_out:.4f}", " · ".join(notes)))
     else:
         facts.append(("Held-out loss", "–", "not measured yet"))
+    steps_of_average, average = run.series("ema_val_loss")
+    if np.isfinite(average).any():
+        note = f"nats per token, of the weights averaged up to step {steps_of_average[np.isfinite(average)][-1]:,.0f}"
+        facts.append(("Held-out loss, EMA", f"{last_known(average):.4f}", f"{note}: model_ema/"))
     indexers = run.series("indexer_loss")[1]
     if np.isfinite(indexers).any():
         facts.append(("Indexers' loss", f"{last_known(indexers):.4f}", f"nats, {indexers[0]:.4f} at first"))

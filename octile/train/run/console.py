@@ -171,11 +171,21 @@ class RunConsole:
             )
         self._print_left_out(store)
 
-    def print_results(self, run: RunFolder, sample: str, report: Path, best: BestModel, steps: int, more: str) -> None:
+    def print_results(
+        self,
+        run: RunFolder,
+        sample: str,
+        report: Path,
+        best: BestModel,
+        steps: int,
+        more: str,
+        ema_val_loss: float | None = None,
+    ) -> None:
         """Print a sample of generated text, where the results are, of which step the model is, and a command for more.
 
-        Without a best validation, as in a warm-up of indexers, it is that of the last of the `steps` steps. The last
-        line is a warning if training has not lowered the held-out loss.
+        Without a best validation, as in a warm-up of indexers, it is that of the last of the `steps` steps. Of averaged
+        weights the folder and the held-out loss in nats per token are printed. The last line is a warning if training
+        has not lowered the held-out loss.
         """
         from rich.panel import Panel
 
@@ -184,7 +194,12 @@ class RunConsole:
         lowest = "the lowest held-out loss of its steps" if best.is_above_start else "the lowest held-out loss"
         which = f"{found.step:,}: {lowest}, {found.val_loss:.4f}" if found else f"{steps:,}: the last"
         start = "" if found is None or before is None else f"; before the first step it was {before:.4f}"
-        self.print(f"model:  {run.model}, after step {which}{start}\nreport: {report}\nmore:   {more}")
+        self.print(f"model:  {run.model}, after step {which}{start}")
+        if ema_val_loss is not None:
+            self.print(
+                f"ema:    {run.model_ema}, the weights averaged up to step {steps:,}: held-out loss {ema_val_loss:.4f}"
+            )
+        self.print(f"report: {report}\nmore:   {more}")
         if best.is_above_start:
             self.print(
                 "warning: training has not lowered the held-out loss: no model of this run is better on held-out text "
@@ -312,4 +327,5 @@ class StepProgress:
         if line["step"] == 0:
             self.console.print(f"held-out loss before the first step: {line['val_loss']:.4f} nats per token")
         else:
-            self.console.print(f"step {line['step']}: held-out loss {line['val_loss']:.4f} nats per token")
+            average = f", {line['ema_val_loss']:.4f} with the averaged weights" if "ema_val_loss" in line else ""
+            self.console.print(f"step {line['step']}: held-out loss {line['val_loss']:.4f} nats per token{average}")

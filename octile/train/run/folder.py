@@ -43,6 +43,7 @@ class RunFolder:
         self.sample_file = path / "sample.txt"
         self.data = path / DATA
         self.model = path / "model"
+        self.model_ema = path / "model_ema"  # the moving average of the weights after the last step, if there is one
         self.checkpoints = path / "checkpoints"
         self.captures = path / "captures"
         self.tensorboard = path / "tensorboard"

@@ -63,7 +63,7 @@ def finish(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore,
     ranks.at("the results")
     if trainer.ema:
         with trainer.evaluator.averaged():
-            _save_whole(trainer, run.path / "model_ema", as_trained, files)
+            _save_whole(trainer, run.model_ema, as_trained, files)
     best.restore()
     _save_whole(trainer, run.model, as_trained, files)
     _free_all_but_weights(trainer)  # the sample reads the model once more
@@ -93,13 +93,15 @@ def _write_results(trainer: Trainer, best: BestModel, run: RunFolder, store: Tok
     prompt = sample_prompt(trainer.config, store)
     if not prompt and trainer.config.prompt is None and store.manifest.packed is not None:
         console.print(NO_PROMPT)
-    _write_summary(trainer, best, run, store, prompt)
+    ema_val_loss = _last_ema_val_loss(run, trainer.steps_done)
+    _write_summary(trainer, best, run, store, prompt, ema_val_loss)
     sample = sample_text(trainer, store, run, prompt)
     write_text(run.sample_file, sample)
     report = write_run_report(run.path)
     if memorization := find_memorization(read_run(run.path)):
         console.print(str(memorization))
-    console.print_results(run, sample, report, best, trainer.steps_done, _more(trainer.config, store, run, prompt))
+    more = _more(trainer.config, store, run, prompt)
+    console.print_results(run, sample, report, best, trainer.steps_done, more, ema_val_loss)
 
 
 def _more(config: TrainConfig, store: TokenStore, run: RunFolder, prompt: str) -> str:
@@ -116,7 +118,16 @@ def _more(config: TrainConfig, store: TokenStore, run: RunFolder, prompt: str) -
     return f"octile generate {quoted_path(run.path)} --prompt {shlex.quote(prompt)}"
 
 
-def _write_summary(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore, prompt: str) -> None:
+def _last_ema_val_loss(run: RunFolder, steps: int) -> float | None:
+    """The held-out loss of the averaged weights after the last of the steps; None if it was not measured."""
+    measured, values = read_run(run.path).series("ema_val_loss")
+    is_known = len(measured) and measured[-1] == steps and np.isfinite(values[-1])
+    return float(values[-1]) if is_known else None
+
+
+def _write_summary(
+    trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore, prompt: str, ema_val_loss: float | None
+) -> None:
     counts, m = count_parameters(trainer.config.model), store.manifest
     measured_on = machine(trainer.device)
     summary = {
@@ -133,6 +144,7 @@ def _write_summary(trainer: Trainer, best: BestModel, run: RunFolder, store: Tok
         "command": run.read_config().full_command,  # the trainer of a resumed run has no init_from
         **({} if best.initial_val_loss is None else {"initial_val_loss": best.initial_val_loss}),
         **({"model_step": best.best.step, "model_val_loss": best.best.val_loss} if best.best else {}),
+        **({} if ema_val_loss is None else {"ema_val_loss": ema_val_loss}),
     }
     if trainer.steps_done < trainer.config.steps:
         summary["stopped_after_validations"] = trainer.config.patience

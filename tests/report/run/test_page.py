@@ -265,6 +265,19 @@ def test_the_step_of_the_model_and_memorization_are_reported(make_run):
     assert "After step 4 the run memorized its training text: held-out loss rose from 3.880 to 6.500" in page.words
 
 
+@pytest.mark.usefixtures("without_figures")
+def test_the_held_out_loss_of_averaged_weights_is_named(make_run):
+    lines = [line | ({"ema_val_loss": line["val_loss"] - 0.2} if "val_loss" in line else {}) for line in complete_run()]
+    words = read_page(write_run_report(make_run(lines))).words
+    assert "Held-out loss, EMA 2.7721 nats per token, of the weights averaged up to step 40: model_ema/" in words
+    assert "EMA is the held-out loss of the averaged weights, 2.77 in the end." in words
+
+
+def test_averaged_weights_have_a_curve(make_run, tmp_path):
+    lines = [line | ({"ema_val_loss": line["val_loss"] - 0.2} if "val_loss" in line else {}) for line in complete_run()]
+    assert "EMA 2.772" in save_figure(make_run(lines), "loss", tmp_path / "loss.svg").read_text()
+
+
 NOT_LOWERED = (
     "Training has not lowered the held-out loss: it was 2.5000 before the first step, and 2.9471 in model/, the lowest "
     "held-out loss of its steps."

@@ -192,6 +192,18 @@ def test_a_run_that_has_not_lowered_the_held_out_loss_warns_in_its_last_line(tmp
     assert last.startswith("warning: training has not lowered the held-out loss: ") == warns
 
 
+def test_the_held_out_loss_of_averaged_weights_and_their_folder_are_printed(tmp_path):
+    console = silent_console()
+    with console.steps(1_200, 0) as progress:
+        progress.validation({"step": 1_200, "val_loss": 2.5, "ema_val_loss": 2.25})
+    report, best = tmp_path / "report.html", BestModel(nn.Linear(1, 1))
+    console.print_results(RunFolder(tmp_path), "sample", report, best, 1_200, "octile serve x", 2.25)
+    printed = console.console.file.getvalue()
+    assert "step 1200: held-out loss 2.5000 nats per token, 2.2500 with the averaged weights\n" in printed
+    ema = f"ema:    {tmp_path / 'model_ema'}, the weights averaged up to step 1,200: held-out loss 2.2500\n"
+    assert f"{ema}report: {report}\n" in printed
+
+
 def test_the_time_left_of_a_long_run_is_in_days():
     console = silent_console()
     with console.steps(12_000, 0) as progress:

@@ -395,6 +395,15 @@ def test_the_moving_average_starts_from_the_weights_of_the_folder(saved, store):
     assert trainer.ema.average["lm_head.weight"].equal(trainer.model.lm_head.weight)
 
 
+def test_the_loss_of_the_averaged_weights_is_that_of_the_last_step(text, tmp_path):
+    config, screen, out = micro(data=str(text), steps=4, out=tmp_path / "run"), silent_console(), tmp_path / "run"
+    train(replace(config, optim=replace(config.optim, ema_decay=0.5)), False, screen)
+    last = [line for line in measurements(out) if "val_loss" in line][-1]
+    assert json.loads((out / "summary.json").read_text())["ema_val_loss"] == last["ema_val_loss"] != last["val_loss"]
+    assert f"ema:    {out / 'model_ema'}, the weights averaged up to step 4: " in screen.console.file.getvalue()
+    assert (out / "model_ema" / "model.safetensors").exists()
+
+
 def test_fine_tuning_from_the_command_line(saved, text, tmp_path, capsys):
     folder, out = saved("fp8"), tmp_path / "run"
     options = {"data": text, "out": out, "init-from": folder, "steps": 2, "batch-size": 2, "sequence-length": 32}
