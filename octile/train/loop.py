@@ -20,6 +20,7 @@ from typing import Protocol
 
 import torch
 
+from octile.checkpoint.convert.size import predict_size
 from octile.checkpoint.files import explaining_disk_errors
 from octile.checkpoint.store import Store
 from octile.extras import require
@@ -47,7 +48,7 @@ from octile.train.run.metrics import Metrics, NoMetrics, open_metrics
 from octile.train.run.rank_checks import check_agreement, check_world, is_restarted
 from octile.train.run.recipe_check import check_recipe
 from octile.train.run.recorder import RunHook, RunRecorder, no_hook
-from octile.train.run.results import finish, report_on_failure, unmarked_on_failure
+from octile.train.run.results import finish, report_on_failure, stored_format, unmarked_on_failure
 from octile.train.run.resume import (
     check_goal,
     check_restart,
@@ -267,6 +268,9 @@ def _train(
         console.print(description)
     if config.init_from is not None and checkpoint is None:
         console.print(fine_tune.describe_initial_weights(trainer.model, config.init_from))
+        if stored_format(trainer) == "fp8":
+            for warning in predict_size(config.model).warnings:
+                console.print(f"warning: model/ is going to be in FP8, and {warning}")
     detector = SpikeDetector(ranks.from_first(lambda: spikes_so_far(run).state, SpikeState))
 
     with (

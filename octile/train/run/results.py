@@ -51,12 +51,17 @@ NO_PROMPT = (
 )
 
 
-def finish(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore, console: RunConsole) -> None:
-    """Write the model with the lowest held-out loss, its sample and the report, and the average after the last step."""
+def stored_format(trainer: Trainer) -> Literal["fp8", "bf16"]:
+    """The format of the weights in `model/`, if no guard switches a GEMM until then."""
     formats = trainer.strategy.recipe.formats
     stored = formats and OperandFormat(E4M3, BLOCK, formats.w.scale)
     is_fp8 = formats is not None and formats.w == stored and not _has_layers_in_bf16(trainer)
-    as_trained: Literal["fp8", "bf16"] = "fp8" if is_fp8 else "bf16"
+    return "fp8" if is_fp8 else "bf16"
+
+
+def finish(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore, console: RunConsole) -> None:
+    """Write the model with the lowest held-out loss, its sample and the report, and the average after the last step."""
+    as_trained = stored_format(trainer)
     files = [store.folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
     files += [file for name in MODEL_FILES if (file := store.folder / name).is_file()]
     ranks = trainer.ranks

@@ -325,6 +325,21 @@ def test_the_held_out_loss_is_measured_before_the_first_step(saved, store, text,
     assert [line["loss"] for line in lines if "loss" in line] == [alone.step()["loss"] for _ in range(2)]
 
 
+REFUSED = (
+    "warning: model/ is going to be in FP8, and vLLM 0.26 and SGLang 0.5.23 refuse this checkpoint: model.layers.*."
+)
+
+
+@pytest.mark.parametrize(("recipe", "is_refused"), [("deepseek_v3", True), ("bf16", False)])
+def test_an_fp8_model_that_other_engines_refuse_is_warned_of_before_the_first_step(
+    saved, text, tmp_path, recipe, is_refused
+):
+    config, screen = micro(data=str(text), model=WIDE, init_from=saved(), recipe=recipe, steps=1), silent_console()
+    train(replace(config, out=tmp_path / "run"), False, screen)
+    before_the_first_step = screen.console.file.getvalue().partition("held-out loss before the first step")[0]
+    assert (f"{REFUSED}self_attn.q_a_proj has 32 rows" in before_the_first_step) == is_refused
+
+
 def test_a_run_from_scratch_begins_with_its_first_step(text, tmp_path):
     train(micro(data=str(text), steps=1, out=tmp_path / "run"), False, silent_console())
     assert min(line["step"] for line in measurements(tmp_path / "run")) == 1
