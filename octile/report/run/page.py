@@ -11,6 +11,7 @@ import numpy as np
 from octile.checkpoint.files import write_text
 from octile.report.page import render
 from octile.report.run import curves, experts_and_scales, telemetry
+from octile.report.run.lines import Record
 from octile.report.run.memorization import find_memorization
 from octile.report.run.metrics import TELEMETRY_STATISTICS, Run, as_float, find, flatten, last_known, read_run
 from octile.report.run.spikes import find_spikes
@@ -237,8 +238,7 @@ def _facts(run: Run) -> list[tuple[str, str, str]]:
     if math.isfinite(share):
         facts.append(("Held out", f"{share:.1%}", f"of the text: {run.fact('held_out_text')}"))
     if examples := run.fact("examples"):
-        texts = examples["texts"] + examples["left_out_without_a_loss"]
-        facts.append(("Truncated", f"{examples['truncated']:,}", f"of {texts:,} texts, to a sequence"))
+        facts += _facts_of_examples(examples)
     if run.seconds:
         facts.append(("Time", format_duration(run.seconds), ""))
     if np.isfinite(speed).any():
@@ -247,6 +247,23 @@ def _facts(run: Run) -> list[tuple[str, str, str]]:
     if np.isfinite(flops).any():
         known = f", {np.nanmedian(mfu):.1%} MFU" if np.isfinite(mfu).any() else ""
         facts.append(("Model FLOPs", format_flops(float(np.nanmedian(flops))), f"(median){known}"))
+    return facts
+
+
+def _facts_of_examples(examples: Record) -> list[tuple[str, str, str]]:
+    """What became of the examples of a run; one of an earlier version does not know how many tokens they have."""
+    left_out, padding = examples["left_out_without_a_loss"], examples["padding"]
+    texts = examples["texts"] + left_out
+    facts = [
+        ("Truncated", f"{examples['truncated']:,}", f"of {texts:,} texts, to a sequence"),
+        ("Left out", f"{left_out:,}", f"of {texts:,} texts, because no token has a loss"),
+    ]
+    if tokens := examples.get("tokens"):
+        labels = examples["tokens_with_a_loss"]
+        facts += [
+            ("Tokens with a loss", f"{labels:,}", f"of {tokens:,} tokens to train on"),
+            ("Padding", f"{padding / (tokens + padding):.1%}", f"{padding:,} tokens in the sequences to train on"),
+        ]
     return facts
 
 

@@ -164,6 +164,7 @@ def _describe_examples(store: TokenStore) -> dict[str, int]:
         "texts": sum(m.documents.values()),
         "truncated": p.truncated,
         "left_out_without_a_loss": sum(m.skipped.values()),
+        "tokens": m.tokens["train"],
         "tokens_with_a_loss": p.labels["train"],
         "padding": p.padding["train"],
     }

@@ -278,6 +278,22 @@ def test_averaged_weights_have_a_curve(make_run, tmp_path):
     assert "EMA 2.772" in save_figure(make_run(lines), "loss", tmp_path / "loss.svg").read_text()
 
 
+EXAMPLES = {"texts": 58, "truncated": 3, "left_out_without_a_loss": 2, "tokens_with_a_loss": 692, "padding": 81}
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_what_became_of_examples_is_named(make_run):
+    words = read_page(write_run_report(make_run([], summary={"examples": EXAMPLES | {"tokens": 1_647}}))).words
+    assert "Truncated 3 of 60 texts, to a sequence Left out 2 of 60 texts, because no token has a loss" in words
+    assert "Tokens with a loss 692 of 1,647 tokens to train on" in words
+    assert "Padding 4.7% 81 tokens in the sequences to train on" in words
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_examples_of_an_earlier_version_have_a_page(make_run):
+    assert "Left out 2 of 60 texts" in read_page(write_run_report(make_run([], summary={"examples": EXAMPLES}))).words
+
+
 NOT_LOWERED = (
     "Training has not lowered the held-out loss: it was 2.5000 before the first step, and 2.9471 in model/, the lowest "
     "held-out loss of its steps."
