@@ -158,7 +158,8 @@ def check_goal(config: TrainConfig, checkpoint: Store) -> int:
 def check_settings(config: TrainConfig, checkpoint: Store, device: torch.device, say: Callable[[str], None]) -> None:
     """Compare the settings of a run with those that its checkpoint was trained with.
 
-    Changes that a resumed run may have are printed, one a line. A machine that computes other bits causes a warning.
+    Changes that a resumed run may have are printed, one a line; what follows from them, only if steps are left. A
+    machine that computes other bits causes a warning.
 
     Raises:
         ValueError: a setting differs that may not, because config.json was edited; or state.json is damaged.
@@ -166,6 +167,7 @@ def check_settings(config: TrainConfig, checkpoint: Store, device: torch.device,
     state = checkpoint.read_json(STATE)
     if "config" in state:
         trained = TrainConfig.from_state(state, checkpoint.path_of(STATE))
+        has_steps_left = TrainerState.read(state).steps_done < config.steps
         if changes := changed_settings(trained, config):
             raise ValueError(
                 f"config.json was changed after the run began: {describe_changes(changes)} in {checkpoint.name}; "
@@ -173,7 +175,7 @@ def check_settings(config: TrainConfig, checkpoint: Store, device: torch.device,
             )
         for name, (before, now) in differences(trained, config).items():
             if name not in PRINTED_ELSEWHERE:
-                note = f": {CHANGE_NOTES[name]}" if name in CHANGE_NOTES else ""
+                note = f": {CHANGE_NOTES[name]}" if has_steps_left and name in CHANGE_NOTES else ""
                 say(f"{name}: {shown(before)} before, {shown(now)} now{note}")
     warn_of_another_machine(checkpoint.name, state, device)
 

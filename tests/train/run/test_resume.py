@@ -13,7 +13,7 @@ from octile.checkpoint.training import save_checkpoint
 from octile.train.compare.run import FINISHED, train_compared_run
 from octile.train.run import machine
 from octile.train.run.machine import computed_on
-from octile.train.run.resume import check_settings, open_run
+from octile.train.run.resume import OTHER_ORDER, check_settings, open_run
 from octile.train.run.source_digest import source_digest
 from tests.train.conftest import micro, silent_console
 
@@ -57,6 +57,14 @@ def test_every_changed_setting_is_printed(tmp_path, name, value, line):
     folder = Store(str(checkpoint(tmp_path)))
     check_settings(micro(**{name: value}, out=tmp_path / "moved"), folder, CPU, lines.append)
     assert lines == [line]
+
+
+@pytest.mark.parametrize(("steps", "note"), [(2, ""), (3, f": {OTHER_ORDER}")])
+def test_another_order_of_sums_is_said_only_if_steps_follow(tmp_path, steps, note):
+    lines: list[str] = []
+    folder = Store(str(checkpoint(tmp_path, steps=steps)))
+    check_settings(micro(steps=steps, micro_batches=2), folder, CPU, lines.append)
+    assert lines == [f"micro_batches: 1 before, 2 now{note}"]
 
 
 @pytest.mark.parametrize("before", ["0.0.9 (source 0123456789ab)", f"{octile.__version__} (source 0123456789ab)"])
