@@ -202,8 +202,8 @@ class RunConsole:
         self.print(f"report: {report}\nmore:   {more}")
         if best.is_above_start:
             self.print(
-                "warning: training has not lowered the held-out loss: no model of this run is better on held-out text "
-                "than the one that it began with; a lower --optim.lr or more data may help"
+                "warning: training has not lowered the held-out loss: model/ is no better on held-out text than the "
+                "weights that the run began with; a lower --optim.lr or more data may help"
             )
 
     @contextmanager
