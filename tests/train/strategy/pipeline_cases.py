@@ -34,6 +34,7 @@ from tests.train.strategy.rank_cases import (
     SLOW,
     check_close,
     check_close_losses,
+    check_initial_loss,
     check_same_run,
     check_same_state,
     device_of,
@@ -162,6 +163,7 @@ def check_differing_copies(store: TokenStore, ranks: Ranks) -> None:
 def check_fp8(store: TokenStore, ranks: Ranks, recipe: str, schedule: str) -> None:
     """Without data parallelism the tiles are those of one process, and so are the first losses, bit for bit."""
     alone, own = trainers(store, ranks, schedule, recipe=recipe)
+    check_initial_loss(ranks, alone, own)
     lines, expected = steps(own, 2), steps_of_one_process(ranks, alone, 2)
     assert lines[0]["loss"] == expected[0]["loss"]
     check_close(lines, expected, rtol=2e-2, atol=0.0)

@@ -125,10 +125,17 @@ def check_equal_run(store: TokenStore, ranks: Ranks, ep: int, **changes) -> None
     """Losses, norms, loads and held-out losses are those of one process; so is the state that rank 0 collects."""
     optim = replace(micro().optim, ema_decay=0.9)
     alone, own = trainers(store, ranks, ep, optim=optim, **changes)
+    check_initial_loss(ranks, alone, own)
     expected, lines = steps_of_one_process(ranks, alone), steps(own)
     check_close(lines, expected, **EXACT)
     check_same_everywhere(own, lines)
     check_same_state(own, alone)
+
+
+def check_initial_loss(ranks: Ranks, alone: Trainer, own: Trainer) -> None:
+    """The held-out loss before the first step is that of one process."""
+    expected = ranks.from_first(lambda: alone.evaluator.validate()["val_loss"], float)
+    assert own.evaluator.validate()["val_loss"] == pytest.approx(expected, rel=1e-4)
 
 
 def check_same_state(own: Trainer, alone: Trainer) -> None:
