@@ -32,7 +32,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from octile.serve.http.reasoning import BEGIN, END, Thought, ends_inside, thought_after
 from octile.tokenizer import CHAT_TEMPLATE, Tokenizer, disable_word_cache, token_text
-from octile.validation import read_text
+from octile.validation import parse_json, read_text
 
 PLAIN = """\
 {{ bos_token }}{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}
@@ -59,10 +59,42 @@ class FieldError(ValueError):
         self.field = field
 
 
-class Json(str):
-    """JSON as a text: the filter `tojson` does not quote it again."""
+class Arguments(dict[str, Any]):
+    """Arguments of a call: an object, also for `tojson`, and JSON text where a template concatenates or prints them.
 
-    __slots__ = ()
+    Some templates read an object, others, such as DeepSeek's, a text; a call means the same to both.
+
+    Args:
+        members: the object.
+        text: its JSON.
+    """
+
+    __slots__ = ("text",)
+
+    def __init__(self, members: Mapping[str, Any], text: str):
+        super().__init__(members)
+        self.text = text
+
+    @classmethod
+    def parse(cls, text: str) -> Arguments:
+        """Parse JSON.
+
+        Raises:
+            ValueError: the text is not the JSON of an object, or the object is nested too deeply or has texts that
+                UTF-8 cannot encode.
+        """
+        members = parse_json(text.encode(), "arguments")
+        json.dumps(members, ensure_ascii=False).encode()
+        return cls(members, text)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __add__(self, other: str) -> str:
+        return self.text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self.text
 
 
 class Rendering(NamedTuple):
@@ -484,7 +516,9 @@ def _check_effort(effort: str, is_thinking: bool) -> None:
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
     """JSON with all of its texts changed, names of fields, too."""
     if isinstance(value, str):
-        return type(value)(change(value))
+        return change(value)
+    if isinstance(value, Arguments):
+        return Arguments(_map_texts(dict(value), change), change(value.text))
     if isinstance(value, Mapping):
         return {_map_texts(key, change): _map_texts(member, change) for key, member in value.items()}
     if isinstance(value, list | tuple):
@@ -516,8 +550,6 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """The filter `tojson`, with the arguments of transformers'."""
-    if isinstance(value, Json):
-        return value
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -13,6 +13,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -22,7 +23,7 @@ from octile.serve.engine.config import InFlight
 from octile.serve.engine.grammar import ANY_OBJECT, choice, context_free, json_schema, regex
 from octile.serve.engine.request import MAX_LOGPROBS, MAX_TOP_K, Sampling
 from octile.serve.http import neutral
-from octile.serve.http.chat import Json, Rendering
+from octile.serve.http.chat import Arguments, Rendering
 from octile.serve.http.neutral import Values, is_neutral
 from octile.serve.http.responses import ApiError
 from octile.serve.weights.source import BufferSource, FolderSource, WeightsSource
@@ -378,7 +379,10 @@ class MessageCall(Body):
 
     def plain(self) -> dict[str, Any]:
         """The call as chat templates read it."""
-        arguments = Json(self.function.arguments or "{}")
+        text = self.function.arguments or "{}"
+        arguments: Arguments | str = text
+        with suppress(ValueError):  # a model may have written text that is not JSON, or not all of it
+            arguments = Arguments.parse(text)
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 
 

@@ -15,10 +15,11 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from octile.serve.http.chat import ChatTemplate, FieldError, Json, Rendering
+from octile.serve.http.chat import Arguments, ChatTemplate, FieldError, Rendering
 from octile.tokenizer import Tokenizer
 from octile.train.data.corpus import files_below, is_path, why_not_opened
 from octile.validation import quoted
@@ -274,7 +275,7 @@ def _joined(name: str, parts: Sequence[object]) -> str:
 
 
 def _calls(name: str, calls: object) -> list[dict[str, Any]]:
-    """Return a message's calls as chat templates read them: arguments that are a JSON text are not quoted again."""
+    """Return a message's calls as chat templates read them."""
     if not isinstance(calls, list):
         raise ValueError(f"{name} must be a list, not {quoted(calls)}")
     read = []
@@ -285,20 +286,12 @@ def _calls(name: str, calls: object) -> list[dict[str, Any]]:
                 f'{name}[{i}] must be {{"function": {{"name": TEXT, "arguments": …}}}}, not {quoted(call)}'
             )
         arguments = function.get("arguments")
-        if not isinstance(_object(arguments), dict):
+        if isinstance(arguments, str):
+            with suppress(ValueError):
+                arguments = Arguments.parse(arguments)
+        if not isinstance(arguments, dict):
             raise ValueError(
                 f"{name}[{i}].function.arguments must be an object, or the JSON of one, not {quoted(arguments)}"
             )
-        arguments = Json(arguments) if isinstance(arguments, str) else arguments
         read.append({**call, "function": {**function, "arguments": arguments}})
     return read
-
-
-def _object(arguments: object) -> object:
-    """Arguments, decoded if they are a JSON text; None if the text is not JSON."""
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments)
-    except json.JSONDecodeError:
-        return None

@@ -349,9 +349,48 @@ def test_calls_of_history_are_written_as_kimi_has_them(tokenizer):
     ) in rendered(tokenizer, KIMI, messages)  # fmt: skip
 
 
-def test_arguments_are_not_quoted_twice(tokenizer):
-    source = "{{ messages[1].tool_calls[0].function.arguments | tojson }}"
-    assert rendered(tokenizer, source, [*user("a"), called('{"x": 1}')]) == '{"x": 1}'
+@pytest.mark.parametrize("value", ["tool_calls[0].function.arguments", "tool_calls[0].function", "tool_calls"])
+def test_arguments_are_written_as_an_object_at_any_depth(tokenizer, value):
+    text = rendered(tokenizer, f"{{{{ messages[1].{value} | tojson }}}}", [*user("a"), called('{"x":1}')])
+    assert '{"x": 1}' in text
+    json.loads(text)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for key, value in call.items() %}{{ key }}={{ value }}{% endfor %}",
+        "{% for key, value in call | items %}{{ key }}={{ value }}{% endfor %}",
+        "x={{ call['x'] }}",
+        "x={{ call.x if call is mapping }}",
+    ],
+)
+def test_a_template_reads_the_members_of_arguments(tokenizer, source):
+    source = "{% set call = messages[1].tool_calls[0].function.arguments %}" + source
+    assert rendered(tokenizer, source, [*user("a"), called('{"x":1}')]) == "x=1"
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ '<' + call + '>' }}", "{{ '<' ~ call ~ '>' }}", "<{{ call }}>", "<{{ [call] | join }}>"]
+)
+def test_a_template_concatenates_arguments_as_they_were_written(tokenizer, source):
+    source = "{% set call = messages[1].tool_calls[0].function.arguments %}" + source
+    assert rendered(tokenizer, source, [*user("a"), called('{"x":1}')]) == '<{"x":1}>'
+
+
+@pytest.mark.parametrize("text", ['{"x": ', "[1]", '{"x": "\\ud800"}', '{"x": ' + "[" * 99 + "]" * 99 + "}"])
+def test_arguments_that_cannot_be_read_as_an_object_stay_a_text(tokenizer, text):
+    source = "{{ messages[1].tool_calls[0].function.arguments }}"
+    assert rendered(tokenizer, source, [*user("a"), called(text)]) == text
+
+
+@pytest.mark.parametrize("filter_", ["", " | tojson"])
+def test_arguments_that_spell_a_special_token_stay_text(tokenizer, filter_):
+    source = f"{{{{ messages[1].tool_calls[0].function.arguments{filter_} }}}}"
+    chat = ChatTemplate(with_tokens(tokenizer), source)
+    prompt = chat.prompt([*user("a"), called('{"x": "<|end|>"}')])
+    assert prompt.text == '{"x": "<|end|>"}'
+    assert with_tokens(tokenizer).end not in prompt.tokens
 
 
 @pytest.mark.parametrize("content", [None, ""], ids=["null", "empty"])

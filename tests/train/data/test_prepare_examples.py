@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from octile.serve.http.chat import ChatTemplate, Rendering
+from octile.serve.http.protocol import Message
 from octile.tokenizer import Tokenizer
 from octile.train.data import prepare_examples as prepare_examples_module
 from octile.train.data.examples import read_examples
@@ -67,6 +69,44 @@ def texts(store: TokenStore) -> list[tuple[str, str]]:
 def test_the_loss_is_that_of_the_answer(prepared, row, with_loss):
     other = {"prompt": "other", "completion": "one"}
     assert with_loss in [loss for _, loss in texts(prepared(row, other))]
+
+
+def chat_with_call(arguments: object) -> list[dict]:
+    """Messages of a user and an assistant, who calls a function."""
+    function = {"name": "f", "arguments": arguments}
+    call = {"id": "1", "type": "function", "function": function}
+    return [{"role": "user", "content": "hello"}, {"role": "assistant", "tool_calls": [call]}]
+
+
+def template_of_calls(written: str) -> str:
+    """A chat template that writes a call in this way."""
+    answer = "{% generation %}{% for call in message.tool_calls %}" + written + "{% endfor %}{% endgeneration %}"
+    return (
+        "{% for message in messages %}{{ message.role }}{% if message.tool_calls %}"
+        + answer
+        + "{% endif %}{% endfor %}"
+    )
+
+
+CALLS = {
+    "arguments": "{{ call.function.arguments | tojson }}",
+    "function": "{{ call.function | tojson }}",
+    "calls": "{{ message.tool_calls | tojson }}",
+}
+
+
+@pytest.mark.parametrize("written", CALLS.values(), ids=CALLS.keys())
+def test_a_call_is_the_same_text_as_an_object_and_as_json_and_in_serving(tokenizer, tmp_path, written):
+    template = ChatTemplate(Tokenizer.load(tokenizer), template_of_calls(written))
+    forms = [{"a": 1, "b": ["ä"]}, '{"a":1,"b":["\\u00e4"]}']
+    file = tmp_path / "x.jsonl"
+    file.write_text("\n".join(json.dumps({"messages": chat_with_call(form)}) for form in forms))
+    decode = Tokenizer.load(tokenizer).decode
+    trained = {decode(example.tokens) for example in read_examples(file, Tokenizer.load(tokenizer), template)}
+    messages = [Message.model_validate(message).plain() for message in chat_with_call(forms[1])]
+    served = template.prompt(messages, Rendering(add_generation_prompt=False))
+    assert trained == {decode(served.tokens)}
+    assert '{"a": 1, "b": ["ä"]}' in served.text
 
 
 def test_a_text_longer_than_a_sequence_is_cut_and_counted(prepared):
