@@ -293,5 +293,7 @@ def _calls(name: str, calls: object) -> list[dict[str, Any]]:
             raise ValueError(
                 f"{name}[{i}].function.arguments must be an object, or the JSON of one, not {quoted(arguments)}"
             )
+        if not isinstance(arguments, Arguments):
+            arguments = Arguments(arguments, json.dumps(arguments, ensure_ascii=False))
         read.append({**call, "function": {**function, "arguments": arguments}})
     return read

@@ -93,6 +93,20 @@ CALLS = {
     "function": "{{ call.function | tojson }}",
     "calls": "{{ message.tool_calls | tojson }}",
 }
+TEXTS_OF_CALLS = {
+    "concatenated": "{{ '<' + call.function.arguments + '>' }}",
+    "joined": "{{ '<' ~ call.function.arguments ~ '>' }}",
+    "printed": "<{{ call.function.arguments }}>",
+}
+
+
+@pytest.mark.parametrize("written", TEXTS_OF_CALLS.values(), ids=TEXTS_OF_CALLS.keys())
+def test_an_object_of_arguments_is_json_text_where_the_template_concatenates(tokenizer, tmp_path, written):
+    template = ChatTemplate(Tokenizer.load(tokenizer), template_of_calls(written))
+    file = tmp_path / "x.jsonl"
+    file.write_text(json.dumps({"messages": chat_with_call({"a": 1, "b": ["ä"]})}))
+    (example,) = read_examples(file, Tokenizer.load(tokenizer), template)
+    assert Tokenizer.load(tokenizer).decode(example.tokens).endswith('<{"a": 1, "b": ["ä"]}>')
 
 
 @pytest.mark.parametrize("written", CALLS.values(), ids=CALLS.keys())
