@@ -873,6 +873,8 @@ def test_convert_speaks_of_multi_token_prediction_only_where_there_is_some(capsy
     [
         (("nowhere",), "SRC must be a folder with config.json, or that file: nowhere does not exist"),
         (("folder",), "SRC must be a folder with config.json, or that file: folder has no config.json"),
+        (("adapter",), "adapter is a LoRA adapter (adapter_config.json): merge it into its model first"),
+        (("adapter", "x"), "adapter is a LoRA adapter (adapter_config.json): merge it into its model first"),
         (("m/model.safetensors",), "SRC must be a folder with config.json, or that file, not the file m/model.safe"),
         (("run/config.json",), "SRC must be the configuration of a model, not of a run: octile convert run predicts"),
         (("begun/config.json",), "SRC must be the configuration of a model, not of a run: the run has no model yet"),
@@ -890,6 +892,8 @@ def test_convert_refuses_by_the_names_of_its_help(capsys, hf_folder, monkeypatch
     monkeypatch.chdir(tmp_path)
     shutil.copytree(hf_folder, "m")
     Path("folder").mkdir()
+    Path("adapter").mkdir()
+    Path("adapter/adapter_config.json").touch()
     for run in (Path("run"), Path("begun")):
         run.mkdir()
         (run / "config.json").write_text('{"preset": "tiny"}')

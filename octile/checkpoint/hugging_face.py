@@ -48,7 +48,7 @@ from octile.checkpoint.fp8_layout import (
 from octile.checkpoint.other_models import check_model_type
 from octile.checkpoint.packed import PackedTensors
 from octile.checkpoint.recipe_entry import with_recipe
-from octile.checkpoint.shards import INDEX, SINGLE, Shards, plan_shards, write_index
+from octile.checkpoint.shards import Shards, check_no_adapter, has_weights, plan_shards, write_index
 from octile.checkpoint.tensor_file import TORCH_DTYPES, TensorSpec, writing
 from octile.command_text import how_to_download, quoted_path, train_command
 from octile.layer_roles import why_high_precision
@@ -324,8 +324,10 @@ def checkpoint_folder(path: str | Path) -> Path:
 
     Raises:
         FileNotFoundError: there is none.
+        ValueError: it is a LoRA adapter.
     """
     path = Path(path)
+    check_no_adapter(path)
     for folder in (path / "model", path):
         finish_interrupted(folder)
         if _configures_model(folder):
@@ -351,18 +353,13 @@ def _configures_model(folder: Path) -> bool:
     return (folder / CONFIG).exists() and not (folder / "metrics.jsonl").exists()
 
 
-def _has_weights(folder: Path) -> bool:
-    """Whether a folder has weights, in a file or in several, under the names that transformers gives them."""
-    return any((folder / name).exists() for name in (SINGLE, INDEX))
-
-
 def _checkpoints_near(path: Path) -> list[str]:
     """Checkpoints in the folder above a path, and runs under runs/, where octile puts them: the newest first."""
     found: dict[Path, float] = {}
     for parent in (path.parent, Path("runs")):
         for each in parent.iterdir() if parent.is_dir() and os.access(parent, os.R_OK) else ():
             with suppress(OSError):  # it cannot be read
-                if inside := next(filter(_has_weights, filter(_configures_model, (each / "model", each))), None):
+                if inside := next(filter(has_weights, filter(_configures_model, (each / "model", each))), None):
                     found[each] = (inside / CONFIG).stat().st_mtime
     return [str(each) for each in sorted(found, key=lambda each: -found[each])]
 

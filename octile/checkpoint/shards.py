@@ -18,6 +18,7 @@ from octile.validation import read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"  # of peft
 MAX_SHARD = 5_000_000_000  # bytes, the limit of transformers
 
 
@@ -102,6 +103,20 @@ class Shards:
             verify(self.folder / name, self._unverified[name])
             del self._unverified[name]
         return self.files[name]
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has weights, in a file or in several, under the names that transformers gives them."""
+    return any((folder / name).exists() for name in (SINGLE, INDEX))
+
+
+def check_no_adapter(folder: Path) -> None:
+    """Raise ValueError if a folder holds a LoRA adapter, and not the weights of a model."""
+    if (folder / ADAPTER).exists() and not has_weights(folder):
+        raise ValueError(
+            f"{folder} is a LoRA adapter ({ADAPTER}): merge it into its model first, with peft's merge_and_unload, as "
+            'the section "With SFTTrainer, full and LoRA" of docs/fine_tuning.md shows'
+        )
 
 
 def plan_shards(sizes: Mapping[str, int], max_bytes: int = MAX_SHARD) -> dict[str, list[str]]:

@@ -10,6 +10,7 @@ from octile.checkpoint.convert.share import Share
 from octile.checkpoint.convert.size import SizePrediction, predict_size
 from octile.checkpoint.convert.tensor import Target
 from octile.checkpoint.files import CONFIG
+from octile.checkpoint.shards import check_no_adapter
 from octile.command_text import how_to_download, quoted_path
 from octile.report.console import Console
 from octile.text import format_bytes
@@ -26,7 +27,7 @@ def run_conversion(src: Path, dst: Path | None, to: Target, keep: Sequence[str] 
 
     Raises:
         FileNotFoundError: src does not exist, or is a folder without a config.json.
-        ValueError: src is a weight file, or a run's config.json.
+        ValueError: src is a weight file, a LoRA adapter, or a run's config.json.
         Exception: what `convert_checkpoint` and `predict_size` raise.
     """
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -70,6 +71,7 @@ def _check_configuration(src: Path) -> None:
     needed = f"src must be a folder with {CONFIG}, or that file"
     if not src.exists():
         raise FileNotFoundError(f"{needed}: {src} does not exist{how_to_download(src)}")
+    check_no_adapter(src)
     if src.is_dir() and not (src / CONFIG).exists():
         raise FileNotFoundError(f"{needed}: {src} has no {CONFIG}")
     if src.is_file() and src.suffix != ".json":

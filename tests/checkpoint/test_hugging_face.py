@@ -484,6 +484,19 @@ def test_a_file_is_no_checkpoint(tmp_path):
         load(tmp_path / "weights")
 
 
+@pytest.mark.parametrize("others", [(), ("config.json",)], ids=["alone", "with config.json"])
+def test_an_adapter_is_refused_with_the_remedy(tmp_path, others):
+    for name in ("adapter_config.json", "adapter_model.safetensors", *others):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match=r"is a LoRA adapter \(adapter_config.json\): merge it into its model first"):
+        load(tmp_path)
+
+
+def test_a_merged_model_beside_its_adapter_is_loaded(folder):
+    (folder / "adapter_config.json").write_text("{}")
+    load(folder)
+
+
 def test_a_run_without_a_model_is_told_how_to_finish(tmp_path):
     for name in ("config.json", "metrics.jsonl"):
         (tmp_path / name).write_text("{}")

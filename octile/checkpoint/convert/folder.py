@@ -30,7 +30,7 @@ from octile.checkpoint.convert.plan import ConversionPlan
 from octile.checkpoint.convert.share import Share, share_of
 from octile.checkpoint.convert.tensor import Target, convert_tensor, max_error_of
 from octile.checkpoint.files import CONFIG, RECORD, atomic_write, check_space, checksum, read_record, verify, write_json
-from octile.checkpoint.shards import INDEX, Shards, write_index
+from octile.checkpoint.shards import INDEX, Shards, check_no_adapter, write_index
 from octile.checkpoint.tensor_file import TensorFile, writing
 from octile.command_text import how_to_download
 from octile.extras import require
@@ -180,6 +180,7 @@ def _check_arguments(src: Path, dst: Path, to: str) -> None:
     if not src.is_dir():
         what = "is a file" if src.exists() else f"does not exist{how_to_download(src)}"
         raise FileNotFoundError(f"src must be a folder with {CONFIG} and safetensors files: {src} {what}")
+    check_no_adapter(src)
     if not (src / CONFIG).is_file():
         raise FileNotFoundError(f"src must be a folder with {CONFIG} and safetensors files: {src} has no {CONFIG}")
     if dst.resolve().is_relative_to(src.resolve()):
