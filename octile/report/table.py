@@ -51,7 +51,7 @@ class ScreenTable(rich.table.Table):
         if self.title:
             yield Text(str(self.title))
         names = [str(column.header).replace("\n", " ") for column in self.columns]
-        cells = zip(*(map(_plain, column._cells) for column in self.columns), strict=True)
+        cells = zip(*([_one_line(cell) for cell in column._cells] for column in self.columns), strict=True)
         yield Text(as_list(names, list(cells)))
 
     def _needed_width(self, console: RichConsole, options: ConsoleOptions) -> int:
@@ -97,6 +97,10 @@ def _contents(column: rich.table.Column) -> list[str]:
 
 def _plain(cell: Any) -> str:
     return cell.plain if isinstance(cell, Text) else str(cell)
+
+
+def _one_line(cell: Any) -> str:
+    return _plain(cell).replace("\n", "  ")
 
 
 def _width(text: str) -> int:

@@ -44,6 +44,10 @@ def test_a_table_that_does_not_fit_becomes_a_list():
     )
 
 
+def test_lines_of_a_cell_are_one_line_of_a_list():
+    assert "values           1  2\n" in shown(25, [("head", "3 dB", "1\n2"), ROWS[1]])
+
+
 def test_empty_cells_of_a_list_are_left_out():
     assert as_list(["case", "µs", "peer"], [["x", "1.5", ""]]) == "x\n  µs    1.5"
 

@@ -34,11 +34,12 @@ def caption_compare(result: "CompareResult") -> str:
         band = "the difference between BF16 and BF16 whose weights were rounded once at the start"
     else:
         band = "the difference between two BF16 runs with different seeds"
+    noise = f" The gray noise band is {band} (the maximum of three neighboring measurements)."
+    is_drawn = len(result.band()[0]) > 1  # of one measurement there is no area
     return (
         f"Above: training loss, smoothed{', of the first seed' if many else ''}. Below: the gap of each recipe's"
-        f" held-out loss to BF16's{', the mean of its seeds, and faintly each seed' if many else ''}. The gray noise"
-        f" band is {band} (the maximum of three neighboring measurements); the dotted lines are the bar of"
-        f" ±{result.bar:.2%}.{_caption_leaving(result)}"
+        f" held-out loss to BF16's{', the mean of its seeds, and faintly each seed' if many else ''}."
+        f"{noise if is_drawn else ''} The dotted lines are the bar of ±{result.bar:.2%}.{_caption_leaving(result)}"
     )
 
 

@@ -6,7 +6,9 @@ import math
 import statistics
 from typing import TYPE_CHECKING
 
-from octile.report.compare.result import CompareResult, Curve
+import numpy as np
+
+from octile.report.compare.result import MIN_MEASUREMENTS_OUTSIDE, CompareResult, Curve
 from octile.report.compare.summary import span
 from octile.report.style import palette_name
 from octile.text import format_bytes, format_percent
@@ -88,13 +90,21 @@ def detail_rows(result: CompareResult) -> list[TableRow]:
                 "over_seeds": span(outcome.over_seeds) if len(outcome.gaps) > 1 else "one seed",
                 "bootstrap": span(outcome.over_seeds_bootstrap),
                 "over_text": span(outcome.over_text),
-                "leaves": f"step {outcome.leaves_band_at:,}" if outcome.leaves_band_at is not None else "never",
+                "leaves": _leaving(result, name),
                 "angles": " → ".join(angles) or "–",
                 "angle": f"{angles[-1]}°" if angles else "–",
-                "tokens": "  ".join(tokens) or "–",
+                "tokens": "\n".join(tokens) or "–",
             }
         )
     return rows
+
+
+def _leaving(result: CompareResult, name: str) -> str:
+    """From which step a recipe stays outside the noise; too few measurements cannot show that it does."""
+    if (step := result.leaves_band_at(name)) is not None:
+        return f"step {step:,}"
+    measured = np.intersect1d(result.band()[0], result.mean_gaps(name)[0])
+    return "never" if len(measured) >= MIN_MEASUREMENTS_OUTSIDE else "not measured"
 
 
 def _row(runs: list[Curve], name: str, gap: list[float], smoothed: list[float], outcome: str, mood: str) -> TableRow:

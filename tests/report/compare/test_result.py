@@ -11,7 +11,7 @@ from octile.report.compare.curves_figure import caption_compare, draw_compare
 from octile.report.compare.outcome_figure import draw_outcomes
 from octile.report.compare.power import pairs_needed
 from octile.report.compare.summary import notes, pairs_notes, seeds_note
-from octile.report.compare.tables import outcome_rows
+from octile.report.compare.tables import detail_rows, outcome_rows
 from octile.report.style import WIDE, drawing
 from octile.text import format_duration
 
@@ -168,6 +168,18 @@ def with_gaps(*gaps_in_bands: float) -> CompareResult:
 )
 def test_a_recipe_leaves_the_band_at_the_step_after_which_it_stays_outside(gaps, step):
     assert with_gaps(*gaps).leaves_band_at("a") == step
+
+
+@pytest.mark.parametrize(
+    ("gaps", "says"), [((2.0,), "not measured"), ((0.5, 2.0), "never"), ((2.0, 2.0), "step 90")], ids=str
+)
+def test_one_measurement_cannot_show_whether_a_recipe_leaves_the_noise(gaps, says):
+    assert [row["leaves"] for row in detail_rows(with_gaps(*gaps))] == [says]
+
+
+@pytest.mark.parametrize(("gaps", "is_drawn"), [((0.5,), False), ((0.5, 0.5), True)], ids=["one", "two"])
+def test_the_caption_describes_the_noise_band_where_it_is_drawn(gaps, is_drawn):
+    assert ("gray noise band" in caption_compare(with_gaps(*gaps))) is is_drawn
 
 
 def test_where_two_seeds_cross_the_band_is_that_of_neighboring_steps():
