@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import octile.cli
 from octile.checkpoint.hugging_face import save
@@ -452,6 +453,20 @@ def shape(tmp_path) -> Path:
 
 
 def test_a_folder_gives_the_shape_of_its_model(begun, tmp_path):
+    MICRO.write(tmp_path / "config.json")
+    assert begun("--model", str(tmp_path)).model == MICRO
+
+
+def test_a_folder_whose_weights_have_no_mtp_layer_gives_a_model_without_one(begun, tmp_path, capsys):
+    save_file({"model.norm.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    MICRO.write(tmp_path / "config.json")
+    assert begun("--model", str(tmp_path)).model == replace(MICRO, num_nextn_predict_layers=0)
+    assert "have no multi-token prediction layer: the model is trained without it" in capsys.readouterr().err
+    assert begun("--model", str(tmp_path), "--model.num-nextn-predict-layers", "1").model == MICRO
+
+
+def test_a_folder_whose_weights_have_the_mtp_layer_gives_a_model_with_it(begun, tmp_path):
+    save_file({f"model.layers.{MICRO.num_hidden_layers}.norm": torch.ones(1)}, tmp_path / "model.safetensors")
     MICRO.write(tmp_path / "config.json")
     assert begun("--model", str(tmp_path)).model == MICRO
 

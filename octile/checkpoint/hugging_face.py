@@ -422,8 +422,7 @@ class OpenFolder:
         """
         with _naming(self.shards.folder / CONFIG):
             config = ModelConfig.from_hf(self.config)
-        layer = f"model.layers.{config.num_hidden_layers}."
-        if config.num_nextn_predict_layers == 0 or any(name.startswith(layer) for name in self.shards.specs):
+        if config.num_nextn_predict_layers == 0 or has_mtp_weights(config, self.shards.specs):
             return config
         warnings.warn(
             f"{self.shards.folder} has no multi-token prediction layer: the model is loaded without it", stacklevel=3
@@ -440,6 +439,12 @@ class OpenFolder:
         _check_shapes(model, self, f"by its {CONFIG}")
         check_scale_values(self.shards)
         return model
+
+
+def has_mtp_weights(config: ModelConfig, names: Iterable[str]) -> bool:
+    """Whether there are weights of the multi-token prediction layer among tensors with these names."""
+    layer = f"model.layers.{config.num_hidden_layers}."
+    return any(name.startswith(layer) for name in names)
 
 
 def open_folder(path: str | Path) -> OpenFolder:

@@ -7,7 +7,7 @@
 The files' headers decide which tensors there are; the index is checked against them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -108,6 +108,17 @@ class Shards:
 def has_weights(folder: Path) -> bool:
     """Whether a folder has weights, in a file or in several, under the names that transformers gives them."""
     return any((folder / name).exists() for name in (SINGLE, INDEX))
+
+
+def tensor_names(folder: Path) -> Collection[str]:
+    """Return the names of the tensors in a folder's index, or its only file; none where it has no weights.
+
+    Raises:
+        ValueError: the index or the file is damaged.
+    """
+    if (weight_map := _read_index(folder)) is not None:
+        return weight_map.keys()
+    return TensorFile(folder / SINGLE).specs.keys() if has_weights(folder) else ()
 
 
 def check_no_adapter(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,6 +10,7 @@ from typing import Annotated, Any
 from octile import __version__
 from octile.models.config import ModelConfig, RopeScaling
 from octile.options import Given, Named, Section
+from octile.signals import importing
 from octile.text import escape_control_characters
 from octile.torchrun import own_rank
 from octile.train.config import TrainConfig, describe_settings, preset
@@ -42,13 +44,30 @@ def begin_config(given: Given) -> TrainConfig:
 
 
 def _read_shape(file: str) -> ModelConfig:
-    """The model of a file, without what the file says about weights that were once stored with it."""
+    """The model of a file, without what the file says about weights that were once stored with it.
+
+    As with `init_from`, the model of a folder with weights has a multi-token prediction layer only if they have one.
+    """
     if not file:
         raise ValueError("model_file is empty: name a path")
     try:
-        return replace(ModelConfig.read(file), extra={})
+        model = replace(ModelConfig.read(file), extra={})
+        if not model.num_nextn_predict_layers or not Path(file).is_dir():
+            return model
+        with importing():
+            from octile.checkpoint.hugging_face import has_mtp_weights
+            from octile.checkpoint.shards import tensor_names
+        names = tensor_names(Path(file))
     except ValueError as error:
         raise ValueError(f"model_file {file!r} is no shape that octile trains: {error}") from None
+    if not names or has_mtp_weights(model, names):
+        return model
+    warnings.warn(
+        f"the weights in {file} have no multi-token prediction layer: the model is trained without it "
+        "(--model.num-nextn-predict-layers 1 trains one)",
+        stacklevel=2,
+    )
+    return replace(model, num_nextn_predict_layers=0)
 
 
 def shown_config(given: Given) -> TrainConfig:
