@@ -23,6 +23,7 @@ from octile.checkpoint.files import DISK_ERRORS
 from octile.signals import Terminated, terminable, termination_ignored
 from octile.text import escape_control_characters
 from octile.torchrun import count_ranks, own_rank
+from octile.validation import OctileWarning
 
 USER_ERROR, FAILURE, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 
@@ -58,7 +59,7 @@ def _warn(
     line: str | None = None,
 ) -> None:
     """Print a warning: one of octile as a line like an error, once, wherever it comes from; others in Python's form."""
-    is_octile = Path(filename).is_relative_to(Path(__file__).parent)
+    is_octile = issubclass(category, OctileWarning) or Path(filename).is_relative_to(Path(__file__).parent)
     if is_octile and (own_rank() or str(message) in shown):  # rank 0 says the same
         return
     shown.add(str(message))

@@ -17,6 +17,7 @@ import json
 import math
 import sys
 import types
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
@@ -239,6 +240,18 @@ def with_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
 def take_checksum(values: dict[str, Any]) -> bool:
     """Remove the checksum from an object, and say whether the rest has changed since; False if there is none."""
     return CHECKSUM in values and values.pop(CHECKSUM) != json_checksum(values)
+
+
+class OctileWarning(UserWarning):
+    """A warning about what was given to octile, which the command line shows as one line."""
+
+
+def warn_caller(message: str) -> None:
+    """Warn at the line outside of octile that has called it, which gave what the warning is about."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and Path(frame.f_code.co_filename).is_relative_to(Path(__file__).parent):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, OctileWarning, stacklevel=level)
 
 
 def quoted(value: object) -> str:

@@ -13,6 +13,7 @@ import torch
 
 import octile.cli
 from octile.cli import main
+from octile.validation import warn_caller
 from tests.test_cli import call, started_as_a_program
 
 
@@ -61,6 +62,11 @@ def test_a_warning_from_two_places_is_shown_once(capsys, monkeypatch):
             warnings.warn_explicit("no such layer", UserWarning, octile.cli.__file__, line)
 
     in_the_place_of_train(monkeypatch, warn)
+    assert call(capsys, "train") == (0, "", "octile: no such layer\n")
+
+
+def test_a_warning_about_what_the_caller_gave_is_one_line(capsys, monkeypatch):
+    in_the_place_of_train(monkeypatch, lambda: warn_caller("no such layer"))
     assert call(capsys, "train") == (0, "", "octile: no such layer\n")
 
 

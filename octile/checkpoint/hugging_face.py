@@ -17,7 +17,6 @@ not read, as in transformers, and not written.
 
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -61,7 +60,7 @@ from octile.nn.conversion import apply_recipe
 from octile.nn.linear import recipe_of
 from octile.nn.moe import Experts
 from octile.recipe import Recipe, ScaleRule
-from octile.validation import read_json
+from octile.validation import read_json, warn_caller
 
 MAX_NAMED = 5  # checkpoints in a message
 ROTARY_FREQUENCIES = ".self_attn.rotary_emb.inv_freq"  # follow from config.json
@@ -424,9 +423,7 @@ class OpenFolder:
             config = ModelConfig.from_hf(self.config)
         if config.num_nextn_predict_layers == 0 or has_mtp_weights(config, self.shards.specs):
             return config
-        warnings.warn(
-            f"{self.shards.folder} has no multi-token prediction layer: the model is loaded without it", stacklevel=3
-        )
+        warn_caller(f"{self.shards.folder} has no multi-token prediction layer: the model is loaded without it")
         return replace(config, num_nextn_predict_layers=0)
 
     def meta_model(self) -> DeepseekV3:

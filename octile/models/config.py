@@ -9,7 +9,6 @@ Sources: the configurations published with DeepSeek-V2, V2-Lite and V3; DeepSeek
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import takewhile
@@ -20,7 +19,7 @@ from octile.command_text import how_to_download
 from octile.models import hf_config
 from octile.options import Refused
 from octile.routing import ScoringFunc, TopkMethod, check_routing
-from octile.validation import Range, check_fields, from_json, quoted, read_json
+from octile.validation import Range, check_fields, from_json, quoted, read_json, warn_caller
 
 # the largest numbers are beyond any published model, and keep a size within 64 bits and a model on the meta device fast
 Size = Annotated[int, Range(at_least=1, at_most=2**20)]
@@ -244,19 +243,17 @@ class ModelConfig:
         if rope is None:
             return
         if not rope.is_of_transformers:
-            warnings.warn(
+            warn_caller(
                 f"rope_scaling: mscale is {rope.mscale:g} and mscale_all_dim {rope.mscale_all_dim:g}, with which "
                 f"octile computes as DeepSeek's code does; {hf_config.IGNORED_MSCALE}",
-                stacklevel=3,
             )
         if longest == rope.original_max_position_embeddings:
             return
         extended = rope.factor * rope.original_max_position_embeddings
         if abs(extended - longest) >= 1:
-            warnings.warn(
+            warn_caller(
                 f"rope_scaling: a factor of {rope.factor:g} extends {rope.original_max_position_embeddings:,} tokens "
                 f"to {extended:,.0f}, but max_position_embeddings is {longest:,}: the factor is used as it is",
-                stacklevel=3,
             )
 
     def to_hf(self) -> dict[str, Any]:

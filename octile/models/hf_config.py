@@ -17,12 +17,11 @@ and the first of them that a file has decides, as in transformers: `indexer_type
 `index_topk_freq` with `index_skip_topk_offset`. Engines read only the others: what is written says the same in both.
 """
 
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from octile.validation import check_given, quoted
+from octile.validation import check_given, quoted, warn_caller
 
 NEEDED = (
     "vocab_size",
@@ -240,9 +239,8 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     if "truncate" in given:
         rope.setdefault("truncate", False)  # null is false in transformers, too
     if rope.get("mscale_all_dim") and "mscale" not in rope and "attention_factor" not in rope:
-        warnings.warn(
+        warn_caller(
             f"{name}: mscale_all_dim is {quoted(rope['mscale_all_dim'])} without mscale, which octile takes as 1, as "
             f"DeepSeek's code does; {IGNORED_MSCALE}",
-            stacklevel=4,
         )
     return {"rope_theta": theta, "rope_scaling": {"mscale": 1.0, "mscale_all_dim": 0.0, **rope}}

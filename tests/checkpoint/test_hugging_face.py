@@ -399,8 +399,9 @@ def test_a_prediction_layer_that_is_not_there_is_reported(folder):
             del tensors[name]
 
     change(folder, drop_mtp)
-    with pytest.warns(UserWarning, match="has no multi-token prediction layer"):
+    with pytest.warns(UserWarning, match="has no multi-token prediction layer") as warned:
         assert load(folder).config.num_nextn_predict_layers == 0
+    assert {warning.filename for warning in warned} == {__file__}  # the line that loads, and none of octile
 
 
 def test_a_missing_tensor_is_named(folder):
