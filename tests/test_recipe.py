@@ -298,7 +298,10 @@ def test_a_recipe_with_exceptions_is_read_as_it_was_written(tmp_path):
         ('recipe = "delayed"\n[formats.x]\nwindow = 32', r"formats\.wgrad_x and wgrad_dy must be x and dy"),
         ('recipe = "mxfp8"\n[formats]\nrequantizes_x = 1', r"formats\.requantizes_x must be true or false, not 1"),
         ('recipe = "bf16"\n[formats.x]\nfmt = "e4m3"', "recipe 'bf16' quantizes nothing, so it takes no formats"),
-        ('recipe = "exact"\n[formats.x]\nfmt = "e5m2"', r"r\.toml: recipe 'exact' has its own formats: serving computes"),
+        (
+            'recipe = "exact"\n[formats.x]\nfmt = "e5m2"',
+            r"r\.toml: recipe 'exact' has its own formats: serving computes",
+        ),
         ('recipe = "exact"\nlatents = "bf16"', 'latents must be "activations" or "fp8", not \'bf16\''),
         ('recipe = "exact"\n[[keep]]\nlayers = "*"\nproducts = ["fprop"]', "recipe 'exact' keeps nothing"),
         ('recipe = "deepseek_v3"\nlatents = "fp8"', "recipe 'deepseek_v3' does not round latents as serving does"),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -152,9 +153,10 @@ def test_decode_rows_attend_outside_of_graphs_too_where_a_step_may_have_more_row
 def test_the_host_waits_with_its_timeout_before_it_chooses_tokens(monkeypatch: pytest.MonkeyPatch):
     events: list[str] = []
     monkeypatch.setattr(ModelRunner, "_wait_for", lambda *_: events.append("wait"))
-    monkeypatch.setattr(model_runner, "choose", lambda *_: events.append("choose"))
+    chosen = Mock(side_effect=lambda *_: events.append("choose") or Mock())
+    monkeypatch.setattr(model_runner, "ChosenTokens", chosen)
     ModelRunner(new_model(False), N_PAGES, max_batch=1, n_drafts=1, max_step_tokens=STEP_TOKENS).warm_up()
-    assert events == len(events) // 3 * ["wait", "choose", "choose"]
+    assert events == len(events) // 7 * ["wait", *6 * ["choose"]]  # with no, the token's and others' log-probabilities
     assert events
 
 
