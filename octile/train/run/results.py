@@ -23,7 +23,7 @@ from octile.nn.linear import RecipeHolder
 from octile.recipe import BLOCK, OperandFormat
 from octile.report.machine import describe_machine, machine
 from octile.report.run.memorization import find_memorization
-from octile.report.run.metrics import read_run
+from octile.report.run.metrics import Run, read_run
 from octile.report.run.page import write_run_report
 from octile.serve.engine.request import Sampling
 from octile.serve.engine.text import INCOMPLETE
@@ -98,12 +98,13 @@ def _write_results(trainer: Trainer, best: BestModel, run: RunFolder, store: Tok
     prompt = sample_prompt(trainer.config, store)
     if not prompt and trainer.config.prompt is None and store.manifest.packed is not None:
         console.print(NO_PROMPT)
-    ema_val_loss = _last_ema_val_loss(run, trainer.steps_done)
+    records = read_run(run.path)
+    ema_val_loss = _last_ema_val_loss(records, trainer.steps_done)
     _write_summary(trainer, best, run, store, prompt, ema_val_loss)
     sample = sample_text(trainer, store, run, prompt)
     write_text(run.sample_file, sample)
     report = write_run_report(run.path)
-    if memorization := find_memorization(read_run(run.path)):
+    if memorization := find_memorization(records):
         console.print(str(memorization))
     more = _more(trainer.config, store, run, prompt)
     console.print_results(run, sample, report, best, trainer.steps_done, more, ema_val_loss)
@@ -123,9 +124,9 @@ def _more(config: TrainConfig, store: TokenStore, run: RunFolder, prompt: str) -
     return f"octile generate {quoted_path(run.path)} --prompt {shlex.quote(prompt)}"
 
 
-def _last_ema_val_loss(run: RunFolder, steps: int) -> float | None:
+def _last_ema_val_loss(records: Run, steps: int) -> float | None:
     """The held-out loss of the averaged weights after the last of the steps; None if it was not measured."""
-    measured, values = read_run(run.path).series("ema_val_loss")
+    measured, values = records.series("ema_val_loss")
     is_known = len(measured) and measured[-1] == steps and np.isfinite(values[-1])
     return float(values[-1]) if is_known else None
 
