@@ -7,6 +7,8 @@ import pytest
 
 from octile.serve.engine.interrupts import held_interrupts
 
+pytestmark = pytest.mark.usefixtures("interruptible")
+
 
 def interrupt(times: int, done: list[str]) -> None:
     for _ in range(times):

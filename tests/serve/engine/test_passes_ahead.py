@@ -523,15 +523,17 @@ def test_an_update_that_an_interrupted_wait_ends_can_be_called_again(engine_of, 
 
 
 @pytest.mark.one_case
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("ways", [PLAIN, WAYS, OF_TEXT], ids=["plain", "mixed", "of_text"])
 def test_interrupts_within_steps_lose_no_tokens(engine_of, monkeypatch, ways):
     expected = random_run(engine_of(ahead=False), 0, ways, pause=9)
-    engine, draw, due = engine_of(), random.Random(0), []
+    engine, draw, due, interrupts = engine_of(), random.Random(0), [], []
     extend, step = engine._extend, engine.step
 
     def interrupted(*args, **options):
         if due and draw.random() < 1 / 3:
             due.clear()
+            interrupts.append(args)
             signal.raise_signal(signal.SIGINT)
         return extend(*args, **options)
 
@@ -542,6 +544,7 @@ def test_interrupts_within_steps_lose_no_tokens(engine_of, monkeypatch, ways):
     monkeypatch.setattr(engine, "_extend", interrupted)
     monkeypatch.setattr(engine, "step", lambda: go_on(step_with_an_interrupt))
     assert random_run(engine, 0, ways, pause=9) == expected
+    assert interrupts
 
 
 def test_outputs_that_no_call_has_returned_are_work(engine_of, monkeypatch):
