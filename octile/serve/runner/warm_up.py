@@ -24,8 +24,12 @@ from octile.serve.runner.batch import Batch, Chunk
 from octile.serve.runner.graphs import FILL_ROWS, MAX_ROWS, graph_rows, graph_sizes
 from octile.serve.runner.step import MAX_DECODE_TOKENS
 
-# what takes the most kernels, without log-probabilities and with those of the token and of others
-SAMPLED = tuple(Row(Sampling(temperature=1.0, top_p=0.9, top_k=50, logprobs=n), 0, 0) for n in (None, 0, 1))
+# How tokens are chosen: with the most kernels, without log-probabilities and with those of the token and of others, and
+# from rows that no top_k or top_p truncates.
+SAMPLED = (
+    *(Row(Sampling(temperature=1.0, top_p=0.9, top_k=50, logprobs=n), 0, 0) for n in (None, 0, 1)),
+    Row(Sampling(temperature=1.0), 0, 0),
+)
 
 
 def warm_up_batches(

@@ -156,7 +156,7 @@ def test_the_host_waits_with_its_timeout_before_it_chooses_tokens(monkeypatch: p
     chosen = Mock(side_effect=lambda *_: events.append("choose") or Mock())
     monkeypatch.setattr(model_runner, "ChosenTokens", chosen)
     ModelRunner(new_model(False), N_PAGES, max_batch=1, n_drafts=1, max_step_tokens=STEP_TOKENS).warm_up()
-    assert events == len(events) // 7 * ["wait", *6 * ["choose"]]  # with no, the token's and others' log-probabilities
+    assert events == len(events) // 9 * ["wait", *8 * ["choose"]]  # in four ways, of a step and of its drafts
     assert events
 
 
