@@ -2,7 +2,8 @@
 
 A process that imports modules ends at once (`end_at_signals`, `importing`). A training run saves its state first
 (`stop_requests`); any other work is interrupted by an exception (`terminable`). A rank that waits to report its failure
-ignores SIGTERM (`termination_ignored`). While the interpreter exits, nobody would catch that exception (`quiet_exit`).
+ignores SIGTERM (`termination_ignored`). A step of an engine holds Ctrl-C back to its end (`held_interrupts`). While the
+interpreter exits, nobody would catch that exception (`quiet_exit`).
 """
 
 from __future__ import annotations
@@ -128,6 +129,31 @@ def termination_ignored() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def held_interrupts() -> Iterator[None]:
+    """Context manager that holds a Ctrl-C back to its end, in the main thread; a second one takes effect at once."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not _is_main_thread() or not callable(handler):
+        yield
+        return
+    held: list[tuple[int, FrameType | None]] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if held:
+            held.clear()
+            handler(number, frame)
+        else:
+            held.append((number, frame))
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        for interrupt in held:
+            handler(*interrupt)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import io
 import logging
 import os
 import shutil
+import signal
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -156,3 +157,11 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         return Limited(io.FileIO(path, mode)) if "w" in mode else open(path, mode)
 
     return fill
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Let SIGINT raise KeyboardInterrupt, also where a shell has background processes ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""Tests of Ctrl-C and SIGTERM during a run: the first is acknowledged at once and collected, the second ends it."""
+"""Tests of Ctrl-C and SIGTERM: a run acknowledges and collects the first, a step of an engine holds it back."""
 
 import ctypes
 import os
@@ -9,17 +9,10 @@ import threading
 
 import pytest
 
-from octile.signals import stop_requests, terminable
+from octile.signals import held_interrupts, stop_requests, terminable
 
+pytestmark = pytest.mark.usefixtures("interruptible")
 LIBC = ctypes.CDLL(None)
-
-
-@pytest.fixture(autouse=True)
-def interruptible():
-    """Ctrl-C interrupts before the test's context, also where the tests run in the background of a shell."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def ignore(number: int) -> None:
@@ -142,3 +135,61 @@ def test_a_rank_that_torchrun_ends_while_it_imports_leaves_the_line_to_the_first
         [sys.executable, "-c", script], env={**os.environ, "RANK": rank, "WORLD_SIZE": ranks}, stderr=subprocess.PIPE
     )
     assert (found.returncode, found.stderr.decode()) == (128 + signal.SIGTERM, says)
+
+
+def interrupt(times: int, done: list[str]) -> None:
+    for _ in range(times):
+        signal.raise_signal(signal.SIGINT)
+    done.append("inside")
+
+
+def test_a_held_interrupt_comes_at_the_end():
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        held_interrupts()(interrupt)(1, done)
+    assert done == ["inside"]
+
+
+def test_a_second_held_interrupt_comes_at_once():
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        held_interrupts()(interrupt)(2, done)
+    assert done == []
+
+
+def test_a_held_interrupt_comes_at_the_end_of_the_outer_one_of_two():
+    done = []
+
+    @held_interrupts()
+    def outer() -> None:
+        held_interrupts()(interrupt)(1, done)
+        done.append("outside")
+
+    with pytest.raises(KeyboardInterrupt):
+        outer()
+    assert done == ["inside", "outside"]
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.default_int_handler])
+def test_the_handler_is_as_before_it_was_held(handler):
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with held_interrupts():
+            pass
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_another_thread_holds_no_interrupts():
+    found = []
+
+    def look() -> None:
+        with held_interrupts():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    before = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert found == [before]

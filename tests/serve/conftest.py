@@ -2,7 +2,6 @@
 
 import argparse
 import inspect
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,11 +31,3 @@ def forked_processes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("multiprocessing.get_context", lambda method: context)
         yield
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Let SIGINT raise KeyboardInterrupt, also where a shell's background process ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)

@@ -14,5 +14,4 @@ drafts.py       speculative decoding with the multi-token prediction layer
 draft_count.py  how many drafts a request has, by the share of its own that were accepted
 text.py         from tokens to pieces of text, and stop strings
 stats.py        `Stats`: what an engine counts
-interrupts.py   Ctrl-C between steps
 """

@@ -27,7 +27,6 @@ from octile.serve.engine.config import EngineConfig, InFlight
 from octile.serve.engine.draft_count import DraftCount, shared_count
 from octile.serve.engine.drafts import Computed, Drafter, check_can_draft, count_accepted, usable_drafts
 from octile.serve.engine.grammar import GrammarCompiler, GrammarError, Matcher
-from octile.serve.engine.interrupts import held_interrupts
 from octile.serve.engine.pages import PageAllocator
 from octile.serve.engine.request import (
     FinishReason,
@@ -44,6 +43,7 @@ from octile.serve.engine.scheduler import Scheduled, Scheduler
 from octile.serve.engine.stats import Stats
 from octile.serve.engine.text import TextStream
 from octile.serve.runner.batch import Batch, Chunk, Decoded, DecodedTokens, DecodeRequest, Results, Runner
+from octile.signals import held_interrupts
 from octile.tokenizer import Tokenizer
 
 NOT_FINITE = "the model's logits are not finite"  # how the errors of such requests begin
