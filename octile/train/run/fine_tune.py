@@ -111,9 +111,9 @@ def _check_files(data: str) -> None:
     path = Path(data)
     if not is_path(data) or why_not_opened(path) is not None:
         return
-    files = [file for file in files_below(path)[0] if file.suffix in (SUFFIX, ".json")] if path.is_dir() else [path]
+    files = files_below(path)[0] if path.is_dir() else [path]
     for file in files:
-        if why_not_opened(file) is not None:
+        if (file != path and file.suffix not in (SUFFIX, ".json")) or why_not_opened(file) is not None:
             continue
         named = f"data {data!r}" if file == path else f"data {data!r}: {file.relative_to(path)}"
         begins = begins_with_example(file)
@@ -129,7 +129,7 @@ def _check_files(data: str) -> None:
                 f"rename it to {file.with_suffix(SUFFIX).name}"
             )
     if path.is_dir() and is_examples(data):
-        for file in files_below(path)[0]:
+        for file in files:
             if file.suffix != SUFFIX and why_not_text(file, file.name) is None:
                 raise ValueError(
                     f"data {data!r} must hold either examples or other text, but it holds examples in {SUFFIX} files "
