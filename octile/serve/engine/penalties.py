@@ -84,15 +84,13 @@ def logit_changes(how: Sequence[tuple[Sampling, History | None]], vocabulary: in
 
 
 def changed_logits(logits_LV: Tensor, changes: Sequence[LogitChange], numbers: Sequence[Tensor]) -> Tensor:
-    """Return logits with changes; the same tensor where there are none.
+    """Return logits with changes, as a new tensor.
 
     Args:
         logits_LV: float32 [L, V].
         changes: as `logit_changes` returns them.
         numbers: those of all changes, one after the other, on the logits' device.
     """
-    if not changes:
-        return logits_LV
     logits_LV = logits_LV.clone(memory_format=torch.contiguous_format)
     sent = iter(numbers)
     for apply, arrays in changes:

@@ -107,7 +107,8 @@ class Sampling:
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
-        check("seed", self.seed, Seed | None)
+        if self.seed is not None:
+            check("seed", self.seed, Seed | None)
         if not 0 <= self.top_k <= MAX_TOP_K:
             raise ValueError(f"top_k must be from 0 to {MAX_TOP_K}, not {self.top_k}")
         if not isinstance(self.stop, tuple) or not all(isinstance(text, str) for text in self.stop):

@@ -28,7 +28,7 @@ from torch import Tensor
 from octile.ops import cross_entropy
 from octile.ops.sample_tokens import NOT_A_NUMBER, sample_tokens
 from octile.serve.engine.history import History
-from octile.serve.engine.penalties import changed_logits, logit_changes
+from octile.serve.engine.penalties import LogitChange, changed_logits, logit_changes
 from octile.serve.engine.request import Sampling, TokenLogprobs
 from octile.serve.send import HostCopy, send, send_arrays
 
@@ -70,11 +70,15 @@ def choose(logits_LV: Tensor, rows: Sequence[Row]) -> Tensor:
         np.array([s.top_p for s in samplings], np.float64),
         np.array([s.min_p for s in samplings], np.float64),
     )
-    changes = logit_changes([(row.sampling, row.text) for row in rows], logits_LV.shape[1])
+    changes: Sequence[LogitChange] = ()
+    if any(s.changes_logits for s in samplings):
+        changes = logit_changes([(row.sampling, row.text) for row in rows], logits_LV.shape[1])
     numbers = [array for change in changes for array in change.numbers]
     sent = send_arrays([*how, *numbers], logits_LV.device)
+    if changes:
+        logits_LV = changed_logits(logits_LV, changes, sent[len(how) :])
     truncates = any(s.top_k or s.top_p < 1 or s.min_p for s in samplings)
-    return sample_tokens(changed_logits(logits_LV, changes, sent[len(how) :]), *sent[: len(how)], truncates)
+    return sample_tokens(logits_LV, *sent[: len(how)], truncates)
 
 
 def log_probabilities(logits_LV: Tensor, tokens: Sequence[int], rows: Sequence[Row]) -> list[TokenLogprobs]:

@@ -123,9 +123,9 @@ class FeedForward:
 
     def _add_mixture(self, x_TD: Tensor, x: Rows, layer: int, w: MoEWeights, slots: Tensor) -> Tensor:
         if len(slots) <= FEW_ROWS:
-            shared = begin_shared_experts(lambda: self._mlp(x, w.shared), slots.device)
+            shared_TD, wait_for_shared = begin_shared_experts(lambda: self._mlp(x, w.shared), slots.device)
         else:
-            shared = InFlight(self._mlp(x, w.shared))
+            shared_TD, wait_for_shared = self._mlp(x, w.shared), None
         weights_TK, experts_TK = self._choose(x, layer, w, slots)
         row_ids_TK, order_R, offs_E, weight_R = weighted_routing_plan(experts_TK, weights_TK, len(w.gate))
         if x.q is not None and w.x.has_fp8:
@@ -137,7 +137,9 @@ class FeedForward:
         is_weighted = isinstance(w.down, ScaledTensor)
         with only_activations_are_new() if offs_E.is_cuda else nullcontext():
             y_RD = self._experts(rows, w, offs_E, weight_R if is_weighted else None, all_rows=True)
-            unpermute_add_(x_TD, y_RD, row_ids_TK, shared.wait(switches=False), None if is_weighted else weights_TK)
+            if wait_for_shared is not None:
+                wait_for_shared()
+            unpermute_add_(x_TD, y_RD, row_ids_TK, shared_TD, None if is_weighted else weights_TK)
         return x_TD
 
     def _expert_parallel_mixture(self, x: Rows, layer: int, w: MoEWeights, slots: Tensor) -> Tensor:
@@ -169,7 +171,7 @@ class FeedForward:
         assert self.expert_parallel is not None
         shared = None
         if not self.routes_shared:
-            shared = begin_shared_experts(lambda: self._mlp(x, w.shared), x_TD.device)
+            shared = InFlight(*begin_shared_experts(lambda: self._mlp(x, w.shared), x_TD.device))
         weights_TK, experts_TK = self._choose(x, layer, w, slots)
         sent_TD = x.q if w.x.has_fp8 else x.values
         assert sent_TD is not None
@@ -216,7 +218,9 @@ class FeedForward:
         return *choice, c.scoring_func, c.norm_topk_prob, c.routed_scaling_factor
 
 
-def begin_shared_experts(compute: Callable[[], Tensor], device: torch.device) -> InFlight[Tensor]:
+def begin_shared_experts(
+    compute: Callable[[], Tensor], device: torch.device
+) -> tuple[Tensor, Callable[[], object] | None]:
     """Begin to compute the shared experts of few rows on a stream of their own, while their experts are chosen.
 
     Few rows leave most of a GPU idle while they are sorted, or exchanged with other ranks. The stream begins after what
@@ -228,9 +232,13 @@ def begin_shared_experts(compute: Callable[[], Tensor], device: torch.device) ->
     Args:
         compute: launches the kernels, whose GEMMs leave half of the SMs to the current stream's.
         device: device of the rows. On a CPU the result is computed at once.
+
+    Returns:
+        the result, and a function that lets the current stream wait for it, to be called before it is read; None: there
+        is nothing to wait for.
     """
     if device.type != "cuda":
-        return InFlight(compute())
+        return compute(), None
     current, stream = torch.cuda.current_stream(device), _stream(device)
     stream.wait_stream(current)
     restore = num_sms.leave_free(num_sms.multiprocessors(device) // 2, math.inf)
@@ -239,7 +247,7 @@ def begin_shared_experts(compute: Callable[[], Tensor], device: torch.device) ->
             result = compute()
     finally:
         restore()
-    return InFlight(result, lambda: current.wait_stream(stream))
+    return result, lambda: current.wait_stream(stream)
 
 
 @cache

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octile.serve.engine import penalties
+from octile.serve.engine import penalties, sampler
 from octile.serve.engine.history import History, TokenCounts
 from octile.serve.engine.request import Sampling
 from octile.serve.engine.sampler import Row, choose
@@ -131,9 +131,19 @@ def test_greedy_texts_follow_the_changed_logits():
     assert choose(torch.tensor(LOGITS).repeat(2, 1), rows).tolist() == [6, 1]
 
 
-def test_logits_that_no_row_changes_are_the_same_tensor():
+@pytest.mark.parametrize(
+    ("sampling", "text"),
+    [
+        (Sampling(temperature=0.5, top_k=3), None),
+        (Sampling(presence_penalty=1.0), text_of([])),  # nothing is generated that it could be subtracted from
+    ],
+)
+def test_logits_that_no_row_changes_are_not_copied(sampling, text, monkeypatch):
+    read = []
+    monkeypatch.setattr(sampler, "sample_tokens", lambda logits, *how: read.append(logits))
     logits = torch.tensor([LOGITS])
-    assert penalized(logits, [(Sampling(temperature=0.5, top_k=3), None)]) is logits
+    choose(logits, [Row(sampling, 0, 0, text)])
+    assert read[0] is logits
 
 
 def test_the_given_logits_are_not_changed():
