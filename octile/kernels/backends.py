@@ -148,11 +148,11 @@ GEMMS = (  # they call "gemm" of `TABLE`
 ONLY_TRITON = (
     "accepted_rows", "adamw", "align_groups", "bfloat16_terms", "continued_tokens", "cross_entropy",
     "cross_entropy_backward", "gradient_norms", "high_precision_grouped_nt", "high_precision_grouped_tn", "index_rows",
-    "latent_keys", "latent_keys_backward", "packed_matmul_nt", "permute", "ragged_attention", "record_choices",
-    "rms_norm_backward", "rotate_", "rotate_and_copy_", "rotate_halves", "row_invariant_matmul_nt",
-    "row_invariant_matmul_nt_out", "sample_tokens", "sequence_balance_backward", "swiglu", "swiglu_backward",
-    "text_rows", "transpose_encoded", "unpermute", "unpermute_add_", "unpermute_backward", "write_and_rotate",
-    "write_latents",
+    "latent_keys", "latent_keys_backward", "packed_attention", "packed_attention_backward", "packed_matmul_nt",
+    "permute", "ragged_attention", "record_choices", "rms_norm_backward", "rotate_", "rotate_and_copy_",
+    "rotate_halves", "row_invariant_matmul_nt", "row_invariant_matmul_nt_out", "sample_tokens",
+    "sequence_balance_backward", "swiglu", "swiglu_backward", "text_rows", "transpose_encoded", "unpermute",
+    "unpermute_add_", "unpermute_backward", "write_and_rotate", "write_latents",
 )  # fmt: skip
 COMPILED_ON_CPU = (  # bit for bit the reference
     "adamw", "quantize", "dequantize", "quantize_rows_and_columns", "quantize_joined_rows_and_columns",
@@ -167,12 +167,9 @@ TORCH_ON_CPU = {
     "ragged_attention": "one text after the other, by torch's attention for CPUs where there are more keys than rows",
 }
 ATTENTION_REASON = "cuDNN or FlashAttention, as torch's own attention chooses"
-PACKED_ATTENTION_REASON = "FlashAttention-2 of torch, in BF16 and FP16; otherwise the reference"
 ONLY_TORCH = {  # and why
     "attention": ATTENTION_REASON,
     "attention_backward": ATTENTION_REASON,
-    "packed_attention": PACKED_ATTENTION_REASON,
-    "packed_attention_backward": PACKED_ATTENTION_REASON,
     "read_latents": "torch gathers the rows of the cache",
     "paged_mqa_schedule": "torch sums and searches lengths on the device",
 }

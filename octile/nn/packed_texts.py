@@ -10,7 +10,6 @@ Shapes: B batch, S sequence, T = B·S tokens, N texts at most.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,37 +18,29 @@ from torch import Tensor
 from octile.ops.cross_entropy import IGNORED
 
 
-class TextBorders(NamedTuple):
-    """What attention needs to know of the texts: as `octile.ops.packed_attention` takes it.
-
-    Attributes:
-        cu_seqlens: int32 [N + 1], the first of the T tokens of each text, then T; empty texts fill it up.
-        max_seqlen: the most tokens that a text can have.
-    """
-
-    cu_seqlens: Tensor
-    max_seqlen: int
-
-
 @dataclass(frozen=True)
 class PackedTexts:
     """Where the texts of packed sequences begin.
 
     Attributes:
         is_first_BS: bool [B, S], whether a token is the first of a text. The first of a sequence counts as such.
-        max_texts: the most texts of a sequence, which fixes the shape of `TextBorders`; S if not given.
+        max_texts: the most texts of a sequence, which fixes the shape of `borders`; S if not given.
     """
 
     is_first_BS: Tensor
     max_texts: int | None = None
 
-    def borders(self) -> TextBorders:
-        """Compute the borders on the device, without waiting for it."""
+    def borders(self) -> Tensor:
+        """Compute what attention needs to know of the texts, on the device, without waiting for it.
+
+        Returns:
+            int32 [N + 1], the first of the T tokens of each text, then T; empty texts fill it up.
+        """
         b, s = self.is_first_BS.shape
         n, length = b * min(self.max_texts or s, s), b * s
         row_T = torch.arange(length, dtype=torch.int32, device=self.is_first_BS.device)
         start_T = torch.where(self._starts().flatten(), row_T, length).sort().values
-        return TextBorders(F.pad(start_T[:n], (0, 1), value=length), s)
+        return F.pad(start_T[:n], (0, 1), value=length)
 
     def positions(self) -> Tensor:
         """Return the position of each token in its text, int64 [B, S]."""

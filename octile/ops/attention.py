@@ -260,7 +260,7 @@ def _(out, q, k, v, row_starts, key_starts, max_rows, max_keys, scale):
         choice = kernels.choose(q_BSHX, k_BSHX, v_BSHV, scale)  # a server does not wait until flash-attn-4 has compiled
         out.copy_(_attention_on_gpu(q_BSHX, k_BSHX, v_BSHV, scale, True, choice)[0].flatten(0, 1))
         return
-    kernel.launch(out, q, k, v, row_starts, key_starts, max_rows, scale)
+    kernel.launch(out, q, k, v, row_starts, key_starts, scale)
 
 
 def _slices(row_starts: Tensor, key_starts: Tensor, rows: int, keys: int) -> list[tuple[slice, slice]]:

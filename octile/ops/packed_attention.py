@@ -3,8 +3,7 @@
 Texts of any lengths are packed into one sequence of rows. A query attends to the keys of its own text up to its own
 position, as `octile.ops.attention` computes it for that text alone.
 
-On a GPU these are torch's kernels of FlashAttention-2 for texts of various lengths, in BF16 and FP16. They need equally
-many channels in keys and values, at most 256: zeros are appended. Results are not bit for bit those of the reference.
+On a GPU these are Triton kernels, deterministic ones, whose sums have another order than the reference's.
 
 Source: FlashAttention-2 (arXiv 2307.08691).
 Shapes: T rows, N texts, H heads, X channels of a query and a key, V of a value.
@@ -15,23 +14,19 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from octile.kernels import packed_attention as kernels
 from octile.ops.attention import attention, attention_backward, check_like
 from octile.ops.operator import operator
 from octile.ops.quantize import check_device, check_input_dtype
 
 
 @operator()
-def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
-) -> tuple[Tensor, Tensor]:
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Compute attention within each text.
 
     Args:
         q, k: [T, H, X], float32, bfloat16 or float16, channels contiguous.
         v: [T, H, V] in q's dtype, channels contiguous.
         cu_seqlens: int32 [N + 1], the first row of each text, and T; nondecreasing from 0. A text may be empty.
-        max_seqlen: at least the rows of the longest text.
         scale: the factor of q · k, usually 1 / √X.
 
     Returns:
@@ -39,39 +34,38 @@ def packed_attention(
 
     Raises:
         TypeError: a tensor has another dtype.
-        ValueError: shapes or devices do not fit together; without such a kernel, cu_seqlens are not such ones.
+        ValueError: shapes or devices do not fit together; on a CPU, cu_seqlens are not such ones.
     """
     _check(q, k, v, cu_seqlens)
     o, lse = q.new_empty(v.shape), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
-    for text in _texts(cu_seqlens, len(q), max_seqlen):
+    for text in _texts(cu_seqlens, len(q)):
         o_1SHV, lse_1HS = attention.reference(q[None, text], k[None, text], v[None, text], scale)
         o[text], lse[:, text] = o_1SHV[0], lse_1HS[0]
     return o, lse
 
 
 @packed_attention.register_fake
-def _(q, k, v, cu_seqlens, max_seqlen, scale):
+def _(q, k, v, cu_seqlens, scale):
     return q.new_empty(v.shape), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
 
 
 @packed_attention.register_kernel("cuda")
-def _(q, k, v, cu_seqlens, max_seqlen, scale):
+def _(q, k, v, cu_seqlens, scale):
+    from octile.kernels.triton import packed_attention as kernels  # late: a machine without a GPU has no Triton
+
     _check(q, k, v, cu_seqlens)
-    if kernels.why_not(q, v) is None:
-        return kernels.forward(q, k, v, cu_seqlens, max_seqlen, scale)
-    return packed_attention.reference(q, k, v, cu_seqlens, max_seqlen, scale)
+    return kernels.forward(q, k, v, cu_seqlens, scale)
 
 
 @operator()
 def packed_attention_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, cu_seqlens: Tensor, max_seqlen: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, cu_seqlens: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k and v.
 
     Args:
         do: [T, H, V] in q's dtype, the gradient of o.
-        q, k, v, cu_seqlens, max_seqlen, scale: as in `packed_attention`.
+        q, k, v, cu_seqlens, scale: as in `packed_attention`.
         o: [T, H, V] in q's dtype, the result of `packed_attention`; it may have been saved in fewer bits.
         lse: [H, T] float32, from `packed_attention`.
 
@@ -80,11 +74,11 @@ def packed_attention_backward(
 
     Raises:
         TypeError: a tensor has another dtype.
-        ValueError: shapes or devices do not fit together; without such a kernel, cu_seqlens are not such ones.
+        ValueError: shapes or devices do not fit together; on a CPU, cu_seqlens are not such ones.
     """
     _check_backward(do, q, k, v, o, lse, cu_seqlens)
     gradients = q.new_empty(q.shape), q.new_empty(k.shape), q.new_empty(v.shape)
-    for text in _texts(cu_seqlens, len(q), max_seqlen):
+    for text in _texts(cu_seqlens, len(q)):
         operands = (t[None, text] for t in (do, q, k, v, o))
         found = attention_backward.reference(*operands, lse[None, :, text], scale)
         for gradient, part in zip(gradients, found, strict=True):
@@ -93,27 +87,24 @@ def packed_attention_backward(
 
 
 @packed_attention_backward.register_fake
-def _(do, q, k, v, o, lse, cu_seqlens, max_seqlen, scale):
+def _(do, q, k, v, o, lse, cu_seqlens, scale):
     return q.new_empty(q.shape), q.new_empty(k.shape), q.new_empty(v.shape)
 
 
 @packed_attention_backward.register_kernel("cuda")
-def _(do, q, k, v, o, lse, cu_seqlens, max_seqlen, scale):
+def _(do, q, k, v, o, lse, cu_seqlens, scale):
+    from octile.kernels.triton import packed_attention as kernels  # late, as above
+
     _check_backward(do, q, k, v, o, lse, cu_seqlens)
-    if kernels.why_not(q, v) is None:
-        return kernels.backward(do, q, k, v, o, lse, cu_seqlens, max_seqlen, scale)
-    return packed_attention_backward.reference(do, q, k, v, o, lse, cu_seqlens, max_seqlen, scale)
+    return kernels.backward(do, q, k, v, o, lse, cu_seqlens, scale)
 
 
-def _texts(cu_seqlens: Tensor, rows: int, longest: int) -> list[slice]:
+def _texts(cu_seqlens: Tensor, rows: int) -> list[slice]:
     """Return the rows of each text that has some; raise ValueError if cu_seqlens are not such ones."""
     starts = cu_seqlens.tolist()
     if starts[0] != 0 or starts[-1] != rows or starts != sorted(starts):
         raise ValueError(f"cu_seqlens must be nondecreasing from 0 to {rows}, not {starts}")
-    found = [slice(a, b) for a, b in pairwise(starts) if a < b]
-    if any(text.stop - text.start > longest for text in found):
-        raise ValueError(f"max_seqlen must be at least the rows of the longest text, not {longest}")
-    return found
+    return [slice(a, b) for a, b in pairwise(starts) if a < b]
 
 
 def _check_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, cu_seqlens: Tensor) -> None:

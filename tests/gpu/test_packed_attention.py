@@ -25,8 +25,8 @@ def inputs(widths: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> tupl
 
 
 def forward_and_backward(q: Tensor, k: Tensor, v: Tensor, do: Tensor, starts: Tensor) -> list[Tensor]:
-    o, lse = packed_attention(q, k, v, starts, 512, SCALE)
-    return [o, lse, *packed_attention_backward(do, q, k, v, o, lse, starts, 512, SCALE)]
+    o, lse = packed_attention(q, k, v, starts, SCALE)
+    return [o, lse, *packed_attention_backward(do, q, k, v, o, lse, starts, SCALE)]
 
 
 @widths
@@ -40,10 +40,10 @@ def test_results_and_gradients_are_close_to_the_reference(widths: tuple[int, int
 @widths
 def test_a_text_has_the_bits_that_it_has_among_other_texts(widths: tuple[int, int]):
     (q, k, v, _), starts = inputs(widths)
-    o, lse = packed_attention(q, k, v, starts, 512, SCALE)
+    o, lse = packed_attention(q, k, v, starts, SCALE)
     for t in (q, k, v):
         t[300:] = torch.randn_like(t[300:])
-    found, found_lse = packed_attention(q, k, v, starts, 512, SCALE)
+    found, found_lse = packed_attention(q, k, v, starts, SCALE)
     assert torch.equal(found[:300], o[:300])
     assert torch.equal(found_lse[:, :300], lse[:, :300])
 

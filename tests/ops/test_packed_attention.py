@@ -29,7 +29,7 @@ def starts(lengths: list[int]) -> Tensor:
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_each_text_has_the_results_and_gradients_that_it_has_alone(lengths: list[int], dtype: torch.dtype):
     q, k, v, do = inputs(sum(lengths), dtype)
-    texts = starts(lengths), 6, SCALE
+    texts = starts(lengths), SCALE
     o, lse = packed_attention(q, k, v, *texts)
     gradients = packed_attention_backward(do, q, k, v, o, lse, *texts)
     for start, length in zip(starts(lengths).tolist(), lengths, strict=False):
@@ -43,12 +43,12 @@ def test_each_text_has_the_results_and_gradients_that_it_has_alone(lengths: list
 
 
 def backward_case() -> tuple[Any, ...]:
-    (*qkv, do), texts = inputs(), (starts([4, 0, 5]), 5, SCALE)
+    (*qkv, do), texts = inputs(), (starts([4, 0, 5]), SCALE)
     return packed_attention_backward, (do, *qkv, *packed_attention(*qkv, *texts), *texts)
 
 
 CALLS: dict[str, Any] = {
-    "forward": lambda: (packed_attention, (*inputs()[:3], starts([4, 0, 5]), 5, SCALE)),
+    "forward": lambda: (packed_attention, (*inputs()[:3], starts([4, 0, 5]), SCALE)),
     "backward": backward_case,
 }
 
@@ -62,14 +62,13 @@ def test_operators_are_well_formed(name: str):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda q, k, v: (q[None], k, v, starts([9]), 9), ValueError, r"q must be \[T, H, X\], not \(1, 9, 2, 12\)"),
-        (lambda q, k, v: (q, k.half(), v, starts([9]), 9), TypeError, "k must be torch.float32 as q"),
-        (lambda q, k, v: (q, k, v[1:], starts([9]), 9), ValueError, r"v must be \(9, 2, 8\), not \(8, 2, 8\)"),
-        (lambda q, k, v: (q, k, v, starts([9]).long(), 9), TypeError, "cu_seqlens must be int32"),
-        (lambda q, k, v: (q, k, v, starts([8]), 9), ValueError, r"cu_seqlens must be nondecreasing from 0 to 9"),
-        (lambda q, k, v: (q, k, v, starts([4, 5]), 4), ValueError, "max_seqlen must be at least the rows"),
+        (lambda q, k, v: (q[None], k, v, starts([9])), ValueError, r"q must be \[T, H, X\], not \(1, 9, 2, 12\)"),
+        (lambda q, k, v: (q, k.half(), v, starts([9])), TypeError, "k must be torch.float32 as q"),
+        (lambda q, k, v: (q, k, v[1:], starts([9])), ValueError, r"v must be \(9, 2, 8\), not \(8, 2, 8\)"),
+        (lambda q, k, v: (q, k, v, starts([9]).long()), TypeError, "cu_seqlens must be int32"),
+        (lambda q, k, v: (q, k, v, starts([8])), ValueError, r"cu_seqlens must be nondecreasing from 0 to 9"),
     ],
-    ids=["dimensions", "dtype", "shape", "dtype of starts", "starts", "longest"],
+    ids=["dimensions", "dtype", "shape", "dtype of starts", "starts"],
 )
 def test_arguments_that_do_not_fit_are_refused(change: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):

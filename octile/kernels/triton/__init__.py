@@ -19,6 +19,7 @@ shapes, so every launch can be captured in a CUDA graph.
     latent_cache      rows of the paged latent cache of latent attention
     paged_attention   absorbed attention over it, split along the positions, for decoding
     ragged_attention  causal attention of texts of any lengths, for prompts
+    packed_attention  the same with gradients, for training on packed texts
     sample_tokens     the next tokens, by the Gumbel-max trick
     row_invariant     dense GEMMs in high precision whose rows do not depend on each other
     permute           rows of tokens to their experts and back

@@ -36,6 +36,7 @@ from octile.kernels.triton import (
     latent_cache,
     matmul,
     norm,
+    packed_attention,
     paged_attention,
     peer_rows,
     permute,
@@ -64,9 +65,9 @@ ARCHITECTURES = {
 
 MODULES = (
     quantize, transpose, swiglu, norm, cross_entropy, gate, sequence_balance, routing_plan, groups, peer_rows,
-    gather_rows, decode_rows, permute, rope, ragged_attention, index_rows, latent_cache, paged_attention,
-    decode_latents, heads, sample_tokens, decode_step, row_invariant, adamw, gradient_norms, matmul, grouped,
-    high_precision, tensor_core,
+    gather_rows, decode_rows, permute, rope, ragged_attention, packed_attention, index_rows, latent_cache,
+    paged_attention, decode_latents, heads, sample_tokens, decode_step, row_invariant, adamw, gradient_norms, matmul,
+    grouped, high_precision, tensor_core,
 )  # fmt: skip
 
 

@@ -19,54 +19,70 @@ from octile.kernels.triton.device import device_properties
 from octile.kernels.triton.launch_config import RAGGED_ATTENTION, RAGGED_ATTENTION_SMALL
 
 MAX_CHANNELS = 320  # of a key and its value, with which large tiles fit
-LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
 def launch(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, row_starts: Tensor, key_starts: Tensor, max_rows: int, scale: float
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    row_starts: Tensor,
+    key_starts: Tensor,
+    scale: float,
+    lse: Tensor | None = None,
 ) -> None:
-    """Attend from q [T, H, X] to k [L, H, X] and v [L, H, V], text by text → out [T, H, V]."""
-    (_, heads, x), values, texts = q.shape, v.shape[2], len(row_starts) - 1
-    first = max(triton.next_power_of_2(x + 1) // 2, 16)
+    """Attend from q [T, H, X] to k [L, H, X] and v [L, H, V], text by text → out [T, H, V], and lse [H, T] float32."""
+    (rows, heads, x), values, texts = q.shape, v.shape[2], len(row_starts) - 1
     is_float32 = q.dtype == torch.float32
     has_room = device_properties(q.device).shared_bytes >= SHARED_BYTES
     settings = RAGGED_ATTENTION if has_room else RAGGED_ATTENTION_SMALL
     if is_float32 or x + values > MAX_CHANNELS:
         settings = settings | {"ROWS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 2}
     with torch.cuda.device_of(q):
-        attend_texts[(triton.cdiv(max_rows, settings["ROWS"]), heads, texts)](
-            q, k, v, out, row_starts, key_starts, scale,
-            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2],
-            X=x, FIRST=first, SECOND=max(triton.next_power_of_2(x - first), 16) if x > first else 0,
-            V=values, VS=max(triton.next_power_of_2(values), 16),
+        attend_texts[count_programs(rows, texts, settings["ROWS"]), heads](
+            q, k, v, out, lse, row_starts, key_starts, texts, scale,
+            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2], rows,
+            **channels(x, values),
             PRECISION="ieee" if is_float32 else "tf32",
             **settings,
         )  # fmt: skip
+
+
+def count_programs(rows: int, texts: int, size: int) -> int:
+    """At least as many programs as there are blocks of `size` rows of texts that have so many rows together."""
+    return rows // size + texts
+
+
+def channels(x: int, values: int) -> dict[str, int]:
+    """Channels of queries and keys, as two powers of two, and of values."""
+    first = max(triton.next_power_of_2(x + 1) // 2, 16)
+    second = max(triton.next_power_of_2(x - first), 16) if x > first else 0
+    return {"X": x, "FIRST": first, "SECOND": second, "V": values, "VS": max(triton.next_power_of_2(values), 16)}
 
 
 def compile_cases() -> cases.CompileCases:
     """The launches that `compile_all` compiles."""
     out, q = cases.empty(cases.T, 16, 128), cases.empty(4096, 128, 192)[:, :16]
     v, ends = cases.empty(4096, 16, 256)[..., 128:], cases.empty(cases.GROUPS, dtype=torch.int32)
-    return {"attention of prompts": lambda: launch(out, q, q, v, ends, ends, 1024, 0.1)}
+    return {"attention of prompts": lambda: launch(out, q, q, v, ends, ends, 0.1)}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["texts", "lse_head"])  # they differ from step to step
 def attend_texts(
-    q, k, v, out, row_starts, key_starts, scale, q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head,
-    X: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, V: tl.constexpr, VS: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, out, lse, row_starts, key_starts, texts, scale, q_row, q_head, k_row, k_head, v_row, v_head, out_row,
+    out_head, lse_head, X: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, V: tl.constexpr, VS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the results of a block of rows, the last rows of a text first, which see the most keys."""
     head = tl.program_id(1).to(tl.int64)
-    text = tl.program_id(2)
+    text, block = find_block(row_starts, texts, ROWS)
     first_row = tl.load(row_starts + text).to(tl.int64)
     first_key = tl.load(key_starts + text).to(tl.int64)
     rows = (tl.load(row_starts + text + 1) - first_row).to(tl.int32)
     keys = (tl.load(key_starts + text + 1) - first_key).to(tl.int32)
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    begin = block * ROWS
-    if begin >= rows:
+    begin = (tl.cdiv(rows, ROWS) - 1 - block) * ROWS
+    if begin < 0:
         return
     row = begin + tl.arange(0, ROWS)
     position = keys - rows + row
@@ -111,6 +127,23 @@ def attend_texts(
     result = (sums / total[:, None]).to(out.dtype.element_ty)
     out_at = out + (first_row + row)[:, None] * out_row + head * out_head + value[None, :]
     tl.store(out_at, result, mask=inside & (value < V)[None, :])
+    if lse is not None:
+        tl.store(lse + head * lse_head + first_row + row, (highest + tl.log2(total)) * LN2, mask=row < rows)
+
+
+@triton.jit
+def find_block(starts, texts, SIZE: tl.constexpr):
+    """Return the text of this program, and the number of its block of SIZE rows, which the text may not have.
+
+    Text n has the programs from start // SIZE + n on: at least as many before the next text's as it has blocks.
+    """
+    program = tl.program_id(0)
+    text = -1
+    for first in range(0, texts, 256):
+        n = first + tl.arange(0, 256)
+        begins = tl.load(starts + n, mask=n < texts, other=0) // SIZE + n <= program
+        text += tl.sum((begins & (n < texts)).to(tl.int32))
+    return text, program - (tl.load(starts + text) // SIZE + text)
 
 
 @triton.jit

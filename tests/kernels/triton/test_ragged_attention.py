@@ -26,7 +26,7 @@ def test_texts_of_any_lengths(sizes: tuple[int, int, int], dtype: torch.dtype, i
     )
     starts = [torch.tensor([0, *of]).cumsum(0).to(torch.int32) for of in zip(*TEXTS, strict=True)]
     found, expected = torch.full((2, rows, heads, values), 7.0).to(dtype)
-    kernel.launch(found, q, k, v, *starts, 70, SCALE)
+    kernel.launch(found, q, k, v, *starts, SCALE)
     ragged_attention.reference(expected, q, k, v, *starts, 70, 200, SCALE)
     if dtype == torch.float32:  # scores up to about 2⁴, of 260 terms
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=2**-15)
@@ -45,8 +45,8 @@ def test_a_nan_stays_in_its_text_and_after_its_position(operand: int, row: int, 
     qkv = torch.randn(3, 90, 2, 24)
     starts = torch.tensor([0, 70, 90], dtype=torch.int32)
     clean, found = torch.empty(2, 90, 2, 24)
-    kernel.launch(clean, *qkv, starts, starts, 70, SCALE)
+    kernel.launch(clean, *qkv, starts, starts, SCALE)
     qkv[operand, row] = torch.nan
-    kernel.launch(found, *qkv, starts, starts, 70, SCALE)
+    kernel.launch(found, *qkv, starts, starts, SCALE)
     assert found[list(broken)].isnan().all()
     assert torch.equal(found[list(untouched)], clean[list(untouched)])
