@@ -153,10 +153,10 @@ def key_gradients(
             gradient = load(
                 do_at + at * do_row + (row[:, None] * do_row + value), inside, value < V, phase == 1 or V < VS
             )
-            dvalues = tl.dot(weight.to(gradient.dtype), gradient, dvalues, input_precision=PRECISION)
             row_delta = tl.load(delta + (row_at + start) + row, mask=start + row < rows, other=0.0)
             dscore = tl.dot(values, tl.trans(gradient), input_precision=PRECISION)
             dscore = (weight * (dscore - row_delta[None, :])).to(q_1.dtype)
+            dvalues = tl.dot(weight.to(gradient.dtype), gradient, dvalues, input_precision=PRECISION)
             dk_1 = tl.dot(dscore, q_1, dk_1, input_precision=PRECISION)
             if SECOND:
                 dk_2 = tl.dot(dscore, q_2, dk_2, input_precision=PRECISION)
