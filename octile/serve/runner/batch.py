@@ -253,6 +253,28 @@ class Runner(Protocol):
         """
         ...
 
+    def decode_logits(self, requests: Sequence[DecodeRequest], n_drafts: int) -> Tensor:
+        """Launch a decode step up to its logits, by which the engine chooses tokens; `decode_chosen` is the next call.
+
+        Only if the runner has drafts and `runs_ahead`.
+
+        Args:
+            requests, n_drafts: arguments of `decode`.
+
+        Returns:
+            float32 [B · (1 + n), V], of the last token of each request and its drafts, valid until the next call.
+        """
+        ...
+
+    def decode_chosen(self, chosen: Tensor) -> DecodedTokens:
+        """Launch the rest of a decode step, after `decode_logits`: what it accepts of its drafts, and new ones.
+
+        Args:
+            chosen: int64 [B · (1 + n)] on the runner's device, whether or not they are computed: the token after each
+                row; any one after a row beyond the drafts that are verified.
+        """
+        ...
+
     def step_costs(self, n_requests: int, n_drafts: int) -> Sequence[float]:
         """Return how long decode steps with 0, 1, … n_drafts drafts of each request take, relative to one without.
 

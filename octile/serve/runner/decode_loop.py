@@ -9,6 +9,9 @@ log-probabilities of the chosen tokens, too.
 
     tokens of the step before → forward pass → sampling → accepted drafts → multi-token prediction → drafts
 
+With drafts a step can be launched in two parts, each a graph, between which the engine chooses its tokens: those of a
+request with a grammar depend on the text, which the host knows once the step before is computed.
+
 Kernels read a step's numbers from the host's memory, and write its results there. Of both there are two buffers, which
 steps use in turn: the host writes the numbers of the next step while this one is computed. Log-probabilities are copied
 to two buffers, too. Nothing is allocated, and no event made, between a step's launch and the record of its event.
@@ -25,10 +28,11 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -54,6 +58,34 @@ class _LaunchedSteps:
         return all(step is None or step.is_computed for step in self.steps)
 
 
+class _Computed(NamedTuple):
+    """What a step has computed before its tokens are chosen.
+
+    Attributes:
+        rows: its rows.
+        hidden: what the head reads, [T, D].
+        tokens: int64 [B, 1 + n], the last token of each request and its drafts.
+        first: int64 [B], the position of the first of them.
+        numbers: numbers of the requests, as `continued_tokens` returns them.
+        temperature: float32 [B].
+    """
+
+    rows: Step
+    hidden: Tensor
+    tokens: Tensor
+    first: Tensor
+    numbers: Tensor
+    temperature: Tensor
+
+
+class _Parts(NamedTuple):
+    """The graphs of a step that is launched in two parts, and what the first one computes."""
+
+    compute: Callable[[], object]
+    computed: _Computed
+    record: Callable[[], object]
+
+
 _unfinished: set[_LaunchedSteps] = set()  # whose loops have ended
 
 
@@ -69,10 +101,17 @@ class DecodeLoop:
         max_pages: M.
         n_drafts: the largest n.
         memory: memory of the graphs; None on a CPU.
+        divides_steps: whether steps with drafts may be launched in two parts, which have graphs of their own.
     """
 
     def __init__(
-        self, forward: Forward, max_requests: int, max_pages: int, n_drafts: int, memory: GraphMemory | None = None
+        self,
+        forward: Forward,
+        max_requests: int,
+        max_pages: int,
+        n_drafts: int,
+        memory: GraphMemory | None = None,
+        divides_steps: bool = False,
     ):
         _drop_computed()
         self.forward, self.n_drafts = forward, n_drafts
@@ -100,6 +139,9 @@ class DecodeLoop:
         self._advance = torch.zeros(max_requests, dtype=torch.int64, device=device)
         self._parity = torch.zeros(2, dtype=torch.int64, device=device)
         self._log_probs = torch.zeros(max_requests, dtype=torch.float32, device=device)
+        # of a step that is launched in two parts: what is chosen between them, and then its results and the second one
+        self._chosen = torch.zeros(max_requests * (1 + n_drafts), dtype=torch.int64, device=device)
+        self._begun: tuple[DecodedTokens, Callable[[], object]] | None = None
         if memory is not None:
             stream = torch.cuda.current_stream(device)
             events = [torch.cuda.Event() for _ in range(3)]
@@ -115,6 +157,8 @@ class DecodeLoop:
                     way: memory.capture_sizes(self.sizes, partial(self._step, *way))
                     for way in product(counts, is_sparse, has_log_probs)
                 }
+                ways = product(counts, is_sparse, reversed(self.sizes)) if divides_steps and n_drafts else ()
+                self._parts = {way: self._capture_parts(memory, *way) for way in ways}
             finally:  # each capture has computed a step, which the buffers must outlast, also after an error
                 self._launched.steps[0] = DecodedTokens(self._results[0], self._computed[0], 0)
                 self._computed[0].record(stream)
@@ -147,28 +191,9 @@ class DecodeLoop:
             raise ValueError(f"log_probs must be False in decode steps with drafts, and n_drafts is {self.n_drafts}")
         if chosen is not None and self.n_drafts:
             raise ValueError(f"chosen must be None in decode steps with drafts, and n_drafts is {self.n_drafts}")
-        if not 0 <= n_drafts <= self.n_drafts:
-            raise ValueError(f"n_drafts must be from 0 to {self.n_drafts}, the runner's, not {n_drafts}")
-        size = next(size for size in self.sizes if size >= max(len(requests), at_least))
-        buffer = self._n_steps % 2
-        if (before := self._launched.steps[buffer]) is not None:
-            before.release_buffer(timeout)
-        ready, stream = None, None
-        if self._on_gpu:
-            # the step before the last one is computed, so this waits for the copy of pages alone
-            wait_for(self._pages_copied, timeout)
-            ready, stream = self._computed[buffer], torch.cuda.current_stream(self._pages.device)  # of the model's GPU
-        n = len(requests)
+        buffer, n = self._n_steps % 2, len(requests)
         chosen_log_probs = self._host_log_probs[buffer, :n] if log_probs else None
-        results = self._results_of(n, n_drafts)[buffer]
-        decoded = DecodedTokens(results, ready, n_drafts, timeout, chosen_log_probs, self._tokens[:n, 0])
-        longest = max((self._reach(request, n_drafts) for request in requests), default=0)
-        is_sparse = self.forward.attention.is_sparse(longest)
-        first, end = self._fill(requests, size, self._fields[buffer])
-        if first < end:
-            self._pages[first:end].copy_(self._table.host[first:end], non_blocking=True)
-            if self._on_gpu:
-                self._pages_copied.record(stream)
+        decoded, is_sparse, size = self._begin(requests, n_drafts, at_least, timeout, chosen_log_probs)
         if chosen is not None:
             self._tokens[: len(chosen), 0] = chosen
             self._advance[: len(chosen)] = 1
@@ -180,10 +205,86 @@ class DecodeLoop:
         self._n_steps += 1
         if chosen_log_probs is not None:
             chosen_log_probs.copy_(self._log_probs[:n], non_blocking=True)
-        if ready is not None:
-            ready.record(stream)
-        self._launched.steps[buffer] = decoded
+        self._end(decoded, buffer)
         return decoded
+
+    def logits(self, requests: Sequence[DecodeRequest], n_drafts: int, timeout: float = math.inf) -> Tensor:
+        """Launch a step up to its logits; `record` launches the rest. See `octile.serve.runner.batch.Runner`.
+
+        Args:
+            requests, n_drafts, timeout: arguments of `run`.
+
+        Returns:
+            float32 [B · (1 + n), V].
+
+        Raises:
+            ValueError: n_drafts is above the largest n.
+            TimeoutError: as in `run`.
+        """
+        decoded, is_sparse, size = self._begin(requests, n_drafts, 0, timeout, None)
+        if self._on_gpu:
+            compute, computed, record = self._parts[n_drafts, is_sparse, size]
+            compute()
+        else:
+            computed = self._compute(n_drafts, is_sparse, size)
+            record = partial(self._record, computed, self._chosen_of(size, n_drafts))
+        self._end(decoded, self._n_steps % 2)  # its numbers are read until then, also if no rest follows
+        self._begun = decoded, record
+        return self.forward.logits(computed.hidden)[: len(requests) * (1 + n_drafts)]
+
+    def record(self, chosen: Tensor) -> DecodedTokens:
+        """Launch the rest of the step of the last call, which was of `logits`.
+
+        Args:
+            chosen: int64 [B · (1 + n)], what each row has chosen.
+        """
+        assert self._begun is not None
+        decoded, record = self._begun
+        self._chosen[: len(chosen)] = chosen
+        record()
+        buffer = self._n_steps % 2
+        self._n_steps += 1
+        self._end(decoded, buffer)
+        return decoded
+
+    def _begin(
+        self,
+        requests: Sequence[DecodeRequest],
+        n_drafts: int,
+        at_least: int,
+        timeout: float,
+        log_probs: Tensor | None,
+    ) -> tuple[DecodedTokens, bool, int]:
+        """Write the numbers of a step; return its results, whether it is sparse, and of how many requests it is."""
+        if not 0 <= n_drafts <= self.n_drafts:
+            raise ValueError(f"n_drafts must be from 0 to {self.n_drafts}, the runner's, not {n_drafts}")
+        size = next(size for size in self.sizes if size >= max(len(requests), at_least))
+        buffer, n = self._n_steps % 2, len(requests)
+        if (before := self._launched.steps[buffer]) is not None:
+            before.release_buffer(timeout)
+        if self._on_gpu:
+            # the step before the last one is computed, so this waits for the copy of pages alone
+            wait_for(self._pages_copied, timeout)
+        ready = self._computed[buffer] if self._on_gpu else None
+        results = self._results_of(n, n_drafts)[buffer]
+        decoded = DecodedTokens(results, ready, n_drafts, timeout, log_probs, self._tokens[:n, 0])
+        longest = max((self._reach(request, n_drafts) for request in requests), default=0)
+        first, end = self._fill(requests, size, self._fields[buffer])
+        if first < end:
+            self._pages[first:end].copy_(self._table.host[first:end], non_blocking=True)
+            if self._on_gpu:
+                self._pages_copied.record(self._stream)
+        return decoded, self.forward.attention.is_sparse(longest), size
+
+    def _end(self, decoded: DecodedTokens, buffer: int) -> None:
+        """Record the event of what was launched, after which the buffer is not used any more."""
+        if self._on_gpu:
+            self._computed[buffer].record(self._stream)
+        self._launched.steps[buffer] = decoded
+
+    @property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._pages.device)  # of the model's GPU
 
     def _fill(self, requests: Sequence[DecodeRequest], size: int, fields: np.ndarray) -> tuple[int, int]:
         """Write the host's buffers, and return the first and the end of the requests whose pages have changed."""
@@ -212,18 +313,40 @@ class DecodeLoop:
         width = 2 + 2 * n_drafts
         return self._results[:, : n_requests * width].unflatten(1, (n_requests, width))
 
+    def _chosen_of(self, n_requests: int, n_drafts: int) -> Tensor:
+        """What the engine has chosen for so many requests of a step, [B, 1 + n]."""
+        return self._chosen[: n_requests * (1 + n_drafts)].unflatten(0, (n_requests, 1 + n_drafts))
+
+    def _capture_parts(self, memory: GraphMemory, n: int, is_sparse: bool, size: int) -> _Parts:
+        """Capture the two parts of a step; nothing else is replayed between them."""
+        compute, computed = memory.capture(partial(self._compute, n, is_sparse, size))
+        compute()  # the second part is computed once before it is captured
+        record, _ = memory.capture(partial(self._record, computed, self._chosen_of(size, n)))
+        return _Parts(compute, computed, record)
+
     def _step(self, n: int, is_sparse: bool, log_probs: bool, size: int) -> None:
         """Compute a step of the requests that the buffers describe; is_sparse as in `Step`, log_probs as in `run`."""
+        computed = self._compute(n, is_sparse, size)
+        numbers, temperature_B = computed.numbers, computed.temperature
+        numbers_T, temperature_T = (t[..., None].expand(*t.shape, 1 + n).flatten(-2) for t in (numbers, temperature_B))
+        how = _how_to_sample(numbers_T, computed.rows.positions + 1, temperature_T)
+        chosen_T = self.forward.sample(computed.hidden, how, self._log_probs[:size] if log_probs else None)
+        self._record(computed, chosen_T.view(size, 1 + n))
+
+    def _compute(self, n: int, is_sparse: bool, size: int) -> _Computed:
+        """Compute a step up to what the head reads."""
         forward = self.forward.for_rows(size * (1 + n))
         host = self._host[:, : FIELDS + 1 + n, :size]
         *continued, numbers = continued_tokens(host, self._parity, self._tokens, self._advance)
         tokens_Bn, first_B, drafts_end_B, temperature_B = continued
-        end_B = numbers[2]
         step = self._rows(tokens_Bn, first_B, drafts_end_B, is_sparse)
-        h_TD = forward.hidden(step)
-        numbers_T, temperature_T = (t[..., None].expand(*t.shape, 1 + n).flatten(-2) for t in (numbers, temperature_B))
-        how = _how_to_sample(numbers_T, step.positions + 1, temperature_T)
-        chosen_Bn = forward.sample(h_TD, how, self._log_probs[:size] if log_probs else None).view(size, 1 + n)
+        return _Computed(step, forward.hidden(step), tokens_Bn, first_B, numbers, temperature_B)
+
+    def _record(self, computed: _Computed, chosen_Bn: Tensor) -> None:
+        """Count accepted drafts, draft anew, and record both and what was chosen."""
+        step, h_TD, tokens_Bn, first_B, numbers, temperature_B = computed
+        size, n, end_B, is_sparse = len(tokens_Bn), tokens_Bn.shape[1] - 1, numbers[2], step.is_sparse
+        forward = self.forward.for_rows(size * (1 + n))
         drafts: list[Tensor] = []
         if not n and self.n_drafts:
             forward.write_draft_latents(step._replace(tokens=chosen_Bn[:, 0].clamp(min=0)), h_TD)

@@ -289,7 +289,7 @@ class ModelRunner:
 
     def _new_loop(self, memory: GraphMemory | None = None) -> DecodeLoop:
         max_pages = -(-self.max_position // PAGE)
-        return DecodeLoop(self._decoding, self._max_batch, max_pages, self.n_drafts, memory)
+        return DecodeLoop(self._decoding, self._max_batch, max_pages, self.n_drafts, memory, self.runs_ahead)
 
     @staticmethod
     def bytes_per_page(
@@ -450,6 +450,25 @@ class ModelRunner:
         decoded = self.loop.run(requests, n_drafts, self.min_decode, self.timeout, log_probs, chosen)
         self._end_step()
         return decoded
+
+    @torch.no_grad()
+    def decode_logits(self, requests: Sequence[DecodeRequest], n_drafts: int) -> Tensor:
+        """Launch a decode step up to its logits; see `octile.serve.runner.batch.Runner`.
+
+        Raises:
+            ValueError: n_drafts is above the runner's.
+        """
+        if self.loop is None:  # on a CPU
+            self.loop = self._new_loop()
+        logits = self.loop.logits(requests, n_drafts, self.timeout)
+        self._end_step()
+        return logits
+
+    @torch.no_grad()
+    def decode_chosen(self, chosen: Tensor) -> DecodedTokens:
+        """Launch the rest of a decode step; see `octile.serve.runner.batch.Runner`."""
+        assert self.loop is not None  # of `decode_logits`
+        return self.loop.record(chosen)
 
     @torch.no_grad()
     def take_part(self, n_drafts: int | None = None) -> None:

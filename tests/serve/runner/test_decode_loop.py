@@ -170,6 +170,58 @@ def test_log_probabilities_of_drafts_are_refused():
         runner.decode([request(1, prompts[1][-1:])], 2, log_probs=True)
 
 
+def choose_divided(runner, requests, n_drafts, advanced):
+    """Launch a step in two parts, between which the sampler chooses; advanced: tokens of each request so far."""
+    logits = runner.decode_logits(requests, n_drafts)
+    rows = [
+        Row(SAMPLINGS[r.seed], r.seed, LENGTHS[r.seed] + n + i)
+        for r, n in zip(requests, advanced, strict=True)
+        for i in range(1 + n_drafts)
+    ]
+    return runner.decode_chosen(choose(logits, rows))
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize("divided", [(True, True, True, True), (False, True, False, True), (True, False, False, True)])
+@pytest.mark.parametrize("n_drafts", [2, 1, 0])
+def test_a_step_in_two_parts_is_that_in_one_and_both_continue_each_other(divided, n_drafts):
+    found = []
+    for ways in ((False,) * 4, divided):
+        runner, prompts = new_runner(n_drafts=2)
+        steps, before, advanced, last = [], None, [0, 0, 0], [0, 0, 0]
+        for is_divided in ways:
+            requests = [
+                request(i, tokens[-1:])
+                if before is None
+                else request(i, [], source=i, position=LENGTHS[i] - 1 + advanced[i] - last[i], n_drafts=n_drafts)
+                for i, tokens in enumerate(prompts)
+            ]
+            if is_divided:
+                step = choose_divided(runner, requests, n_drafts, advanced)
+            else:
+                step = runner.decode(requests, n_drafts)
+            before = step.wait()
+            last = [decoded.accepted + 1 for decoded in before]
+            advanced = [n + more for n, more in zip(advanced, last, strict=True)]
+            steps.append([(d.chosen[: d.accepted + 1], d.accepted, d.drafts) for d in before])
+        found.append((steps, torch.stack(runner.cache.layers)))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_a_step_whose_second_part_is_not_launched_changes_no_other():
+    found = []
+    for begins in (False, True):
+        runner, prompts = new_runner(n_drafts=2)
+        steps = [runner.decode([request(1, prompts[1][-1:])], 2)]
+        for _ in range(3):
+            if begins:
+                runner.decode_logits([request(0, prompts[0][-1:])], 2)
+            steps.append(runner.decode([request(1, [], source=0, n_drafts=2)], 2))
+        found.append([step.wait() for step in steps])
+    assert found[0] == found[1]
+
+
 def test_a_request_continues_its_own_tokens_at_another_place():
     runner, prompts = new_runner()
     runner.decode([request(i, tokens[-1:]) for i, tokens in enumerate(prompts)], 0)
@@ -310,11 +362,26 @@ class Graphs:
         self.error = error
 
     def capture_sizes(self, sizes, step):
-        for size in sizes:
-            step(size)
-            if self.error is not None:
-                raise self.error
-        return {size: (partial(step, size), None) for size in sizes}
+        return {size: self.capture(partial(step, size)) for size in sizes}
+
+    def capture(self, compute):
+        result = compute()
+        if self.error is not None:
+            raise self.error
+
+        def replay():
+            """Compute again, and write the result where it was."""
+            for old, new in zip(_tensors(result), _tensors(compute()), strict=True):
+                old.copy_(new)
+
+        return replay, result
+
+
+def _tensors(result):
+    """The tensors of a result, which may be a tuple of tuples."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [t for part in result for t in _tensors(part)] if isinstance(result, tuple) else []
 
 
 @pytest.fixture
@@ -413,6 +480,33 @@ def test_a_step_makes_no_event_and_no_memory_of_the_host(gpu, forward, monkeypat
     )
     steps = [loop.run([request(0, [5])], 0, log_probs=True) for _ in range(3)]
     assert len({step.wait()[0].log_prob for step in steps}) == 1
+
+
+@pytest.mark.parametrize("n_drafts", [0, 1, 2])
+def test_graphs_of_both_parts_of_a_step_compute_what_the_graph_of_all_computes(gpu, n_drafts):
+    found = []
+    for is_divided in (False, True):
+        forward = ModelRunner(new_model(fp8=False), N_PAGES, batch_invariant=True).forward
+        loop = DecodeLoop(forward, 2, 4, 2, Graphs(), divides_steps=True)
+        given, position = [5, *range(n_drafts)], LENGTHS[0] - 1
+        for length in (0, 1):
+            requests = [request(0, given, position=position)] + [request(1, [6], position=0)] * length
+            if is_divided:
+                logits = loop.logits(requests, n_drafts)
+                rows = [
+                    Row(SAMPLINGS[r.seed], r.seed, r.position + 1 + i) for r in requests for i in range(1 + n_drafts)
+                ]
+                step = loop.record(choose(logits, rows))
+            else:
+                step = loop.run(requests, n_drafts)
+            found.append([(d.chosen[: d.accepted + 1], d.drafts) for d in step.wait()])
+    assert found[:2] == found[2:]
+
+
+def test_steps_are_captured_in_two_parts_only_where_they_are_launched_so(gpu, forward):
+    for n_drafts, divides_steps in ((0, True), (2, False)):
+        loop = DecodeLoop(forward, 2, 4, n_drafts, Graphs(), divides_steps)
+        assert not loop._parts
 
 
 EXIT = """
