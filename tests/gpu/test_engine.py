@@ -160,6 +160,38 @@ def test_a_text_is_the_same_where_passes_are_launched_before_the_text_that_its_t
     assert steps[1].steps_ahead > 0.9 * steps[1].steps
 
 
+@pytest.mark.parametrize("n_drafts", [1, 2])
+def test_a_text_with_drafts_is_the_same_where_its_tokens_are_chosen_between_the_graphs_of_a_step(tokenizer, n_drafts):
+    """Beside plain requests, which end first and last: steps in two graphs follow those in one, and these them."""
+    pytest.importorskip("llguidance", reason="octile[serve] is not installed")
+    model = new_model(False, torch.bfloat16, replace(CONFIG, vocab_size=264)).to("cuda")
+    changes = (
+        {"presence_penalty": 1.0, "repetition_penalty": 1.2},
+        {"bad_words": ((65,), (66, 67)), "min_tokens": 3, "logit_bias": ((70, 2.0),), "logprobs": 2},
+        {"grammar": "start: /[a-f]{1,30}(g|h)/"},
+        {"logprobs": 0},
+        {},
+    )
+    found = []
+    for ahead in (False, True):
+        runner = ModelRunner(model, 64, max_batch=16, batch_invariant=True, n_drafts=n_drafts)
+        runner.max_ahead *= ahead
+        engine = Engine(runner, tokenizer, EngineConfig(max_batch=16, max_step_tokens=96, n_drafts=n_drafts))
+        engine.compiles_in_background = False
+        texts: dict[int, list] = {}
+        for i, fields in enumerate(2 * changes):
+            sampling = Sampling(30 + 9 * (i % 5), float(i % 2), seed=i, ignore_eos=True, **fields)
+            texts[engine.add(text(40 + i, seed=i), sampling).id] = [(), (), None]
+        while engine.has_work:
+            for output in engine.step():
+                tokens, logprobs, error = texts[output.request_id]
+                texts[output.request_id] = [tokens + output.tokens, logprobs + output.logprobs, error or output.error]
+        found.append(texts)
+    assert found[0] == found[1]
+    assert all(error is None for *_, error in found[0].values())
+    assert engine.stats().steps_ahead > 20
+
+
 def logprobs_of(model, tokenizer, batch_invariant: bool, ahead: bool):
     """The log-probabilities of texts of which two of three ask for them, and the steps launched ahead."""
     runner = ModelRunner(model, 64, max_batch=16, batch_invariant=batch_invariant)

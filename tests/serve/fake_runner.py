@@ -33,10 +33,11 @@ class FakeRunner:
         self.draft_pages = [[EMPTY] * page_size for _ in range(n_pages)]
         self.batches: list[Batch] = []
         self.max_ahead, self.n_drafts, self.runs_ahead = max_ahead, n_drafts, max_ahead > 0
-        self.decode_steps = self.scored_steps = self.continued_passes = self.version = 0
+        self.decode_steps = self.divided_steps = self.scored_steps = self.continued_passes = self.version = 0
         self.prefixes: list[list[int]] = []  # of the rows of the last pass
         self.last = torch.zeros(max_ahead, dtype=torch.int64)  # token of each request of the last decode step
         self.before: list[tuple[int, list[int]]] = []  # the last decode step: positions and tokens of its requests
+        self.begun: list[tuple] = []  # the decode step whose logits were computed last
         self.drafts_well = lambda tokens: random.Random(hash(tuple(tokens))).random() < 0.7
 
     def logits_after(self, tokens):
@@ -85,51 +86,79 @@ class FakeRunner:
 
     def decode(self, requests, n_drafts, log_probs=False, chosen=None):
         """As the definition of a decode step says, by `run` and `draft`, request after request."""
-        self.decode_steps += 1
-        assert 0 <= n_drafts <= self.n_drafts
         assert not (log_probs and self.n_drafts)
         assert chosen is None or (not self.n_drafts and len(chosen) <= self.max_ahead)
         self.scored_steps += log_probs
         self.continued_passes += chosen is not None
         if chosen is not None:
             self.before = [(1, [max(0, token)]) for token in chosen.tolist()]
-        after, rows, scores = [], [], []
-        for source, position, end, seed, top_k, verified, temperature, top_p, min_p, tokens, pages in requests:
-            if source >= 0:
-                advance, tokens = self.before[source]
+        logits = self._begin(requests, n_drafts)
+        rows = [
+            Row(self._sampling(request), request.seed, position + i + 1)
+            for request, position, *_ in self.begun
+            for i in range(1 + n_drafts)
+        ]
+        chosen = choose(logits, rows)
+        scores = logits[:: 1 + n_drafts].log_softmax(-1).gather(1, chosen[:: 1 + n_drafts, None].clamp(min=0))[:, 0]
+        return self._end(chosen, n_drafts, scores if log_probs else None)
+
+    def decode_logits(self, requests, n_drafts):
+        self.divided_steps += 1
+        assert self.n_drafts
+        return self._begin(requests, n_drafts)
+
+    def decode_chosen(self, chosen):
+        return self._end(chosen, len(chosen) // len(self.begun) - 1)
+
+    def _begin(self, requests, n_drafts):
+        """Compute logits of a decode step's rows; zeros after those that are inside of a text and verify a draft."""
+        self.decode_steps += 1
+        assert 0 <= n_drafts <= self.n_drafts
+        self.begun, logits = [], torch.zeros(len(requests), 1 + n_drafts, self.vocab_size)
+        for i, request in enumerate(requests):
+            position, tokens, hidden = request.position, request.tokens, None
+            if request.source >= 0:
+                advance, tokens = self.before[request.source]
                 position += advance
-            assert verified <= n_drafts
-            assert verified < len(tokens) or position + len(tokens) >= end
-            tokens = tokens[: 1 + verified]
-            if position >= end:  # its text has ended in the step before
-                after.append((1, tokens))
-                rows.append([0] * (2 + 2 * n_drafts))
-                scores.append(0.0)
-                continue
-            sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
-            inside = tokens[: end - position]
-            logits, hidden = self.run(Batch([Chunk(inside, position, pages, len(inside))]))
-            chosen = choose(logits, [Row(sampling, seed, position + i + 1) for i in range(len(inside))]).tolist()
-            scores.append(logits.log_softmax(-1)[0, max(chosen[0], 0)].item())
-            accepted = count_accepted(inside[1:], chosen)
+            assert request.n_drafts <= n_drafts
+            assert request.n_drafts < len(tokens) or position + len(tokens) >= request.end
+            inside = tokens[: min(1 + request.n_drafts, request.end - position)] if position < request.end else []
+            if inside:  # otherwise its text has ended in the step before
+                logits[i, : len(inside)], hidden = self.run(
+                    Batch([Chunk(inside, position, request.pages, len(inside))])
+                )
+            pages = request.pages[:]  # the request may end before its tokens are chosen
+            self.begun.append((request._replace(pages=pages), position, inside, hidden))
+        return logits.flatten(0, 1)
+
+    def _end(self, chosen, n_drafts, scores=None):
+        """Accept drafts of the step whose logits were computed last, and draft anew."""
+        after, rows = [], []
+        for (request, position, inside, hidden), own in zip(self.begun, chosen.view(-1, 1 + n_drafts), strict=True):
+            own, pages, end = own.tolist(), request.pages, request.end
+            accepted = count_accepted(inside[1:], own)
             drafts: list[int] = []
-            if self.n_drafts and position + accepted + 1 < end:
-                chunk = Chunk(chosen[: accepted + 1], position, pages, min(n_drafts, 1))
+            if self.n_drafts and inside and position + accepted + 1 < end:
+                chunk = Chunk(own[: accepted + 1], position, pages, min(n_drafts, 1))
                 logits, hidden = self.draft(Batch([chunk]), hidden[: accepted + 1])
                 last = position + accepted
                 while n_drafts:
-                    drafts += choose(logits, [Row(sampling, seed, last + 2 + len(drafts))]).tolist()
+                    row = Row(self._sampling(request), request.seed, last + 2 + len(drafts))
+                    drafts += choose(logits, [row]).tolist()
                     if len(drafts) == n_drafts or last + len(drafts) >= end:
                         break
                     logits, hidden = self.draft(Batch([Chunk(drafts[-1:], last + len(drafts), pages, 1)]), hidden[-1:])
-            after.append((accepted + 1, [chosen[accepted], *drafts]))
-            some = n_drafts - len(inside) + 1
-            rows.append([*chosen, *[0] * some, accepted, *drafts, *[0] * (n_drafts - len(drafts))])
+            after.append((accepted + 1, [own[accepted], *drafts]))
+            rows.append([*own, accepted, *drafts, *[0] * (n_drafts - len(drafts))])
         self.before = after
-        log_probs_of_rows = torch.tensor(scores) if log_probs else None
         last = self.last[: len(after)]  # as on a GPU, the next step writes it
         last.copy_(torch.tensor([tokens[0] for _, tokens in after]))
-        return DecodedTokens(torch.tensor(rows), None, n_drafts, log_probs=log_probs_of_rows, on_device=last)
+        return DecodedTokens(torch.tensor(rows), None, n_drafts, log_probs=scores, on_device=last)
+
+    @staticmethod
+    def _sampling(request):
+        _, top_k, _, temperature, top_p, min_p = request[3:9]
+        return Sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
 
     def draft(self, batch, hidden):
         logits = []

@@ -54,19 +54,37 @@ NO_TOKEN_WORDS = {NOT_A_NUMBER: "NaN", POSITIVE_INFINITY: "+Inf", ALL_MASKED: "-
 
 
 class _DecodeStep(NamedTuple):
-    """A decode step that is launched: it chooses its tokens itself.
+    """A decode step that is launched.
 
     Attributes:
         requests: its requests.
         verified: how many drafts of each it verifies.
         n_drafts: how many it makes for each.
-        tokens: what it chooses.
+        tokens: what is chosen.
+        choice: the choice of all rows, if the step was a `_LogitsStep`; None: it chooses its tokens itself.
     """
 
     requests: list[Request]
     verified: list[int]
     n_drafts: int
     tokens: DecodedTokens
+    choice: ChosenTokens | None = None
+
+
+class _LogitsStep(NamedTuple):
+    """A decode step with drafts that is launched up to its logits.
+
+    Its tokens are chosen once those of the step before are known: some depend on their text, or have log-probabilities.
+
+    Attributes:
+        requests, verified, n_drafts: as in `_DecodeStep`.
+        logits: what the runner computes.
+    """
+
+    requests: list[Request]
+    verified: list[int]
+    n_drafts: int
+    logits: Tensor
 
 
 class _LogitsPass(NamedTuple):
@@ -100,7 +118,7 @@ class _ChosenPass(NamedTuple):
     chosen: ChosenTokens | DecodedTokens
 
 
-_Launched = _DecodeStep | _LogitsPass | _ChosenPass
+_Launched = _DecodeStep | _LogitsStep | _LogitsPass | _ChosenPass
 
 
 class FirstToken(NamedTuple):
@@ -156,6 +174,8 @@ class Engine:
         self._drafter: Drafter | None = None
         if self.config.n_drafts:
             self._drafter = Drafter(runner, self._scheduler, self._end_tokens)
+        # then the engine chooses the tokens of decode steps whose requests need their text, or log-probabilities
+        self._divides_steps = runner.runs_ahead and self._drafter is not None
         self._to_draft: tuple[list[Computed], Tensor] | None = None  # after `run`: its requests and hidden states
         self._in_flight: list[_Launched] = []  # steps that are launched and not collected, the oldest first
         self._outputs: list[Output] = []  # that no call has returned: an exception may have ended it
@@ -382,6 +402,7 @@ class Engine:
             self._in_flight += self._launch_first()
         elif isinstance(first := self._in_flight[0], _LogitsPass):
             self._in_flight[0] = self._choose(first)
+        self._complete_first()
         if self._in_flight:
             self._in_flight += self._launch_after(self._in_flight[0])
 
@@ -389,12 +410,27 @@ class Engine:
         """Launch a step while none is in flight, if there is one."""
         if self._can_launch(None):
             return self._launch(None, self.n_drafts)
-        scheduled = self._scheduler.schedule()
-        return [self._launch_pass(scheduled, None)] if scheduled else []
+        return self._schedule_pass(None)
+
+    def _complete_first(self) -> None:
+        """Launch the rest of the first step in flight, if only its logits were launched.
+
+        If choosing its tokens raises an exception, a pass is launched instead, whose tokens can be chosen one by one.
+        """
+        first = self._in_flight[0] if self._in_flight else None
+        if isinstance(first, _LogitsStep):
+            requests, verified, n_drafts, logits = first
+            try:
+                chosen = ChosenTokens(logits, self._rows_of_step(first))
+            except Exception:  # of one row or several
+                self._in_flight[:1] = self._schedule_pass(None)
+            else:
+                tokens = self._runner.decode_chosen(chosen.on_device)
+                self._in_flight[0] = _DecodeStep(requests, verified, n_drafts, tokens, chosen)
 
     def _launch_after(self, first: _Launched) -> Sequence[_Launched]:
         """Launch a step after one in flight, if there is one and it needs nothing that the host does not know yet."""
-        if isinstance(first, _LogitsPass):
+        if isinstance(first, _LogitsPass | _LogitsStep):
             return []
         if self._decodes_next():
             return self._launch(first, self.n_drafts) if self._has_room_after(first) else []
@@ -402,8 +438,7 @@ class Engine:
             return []
         if isinstance(first, _DecodeStep):
             first = self._in_flight[0] = _make_pass(first)
-        scheduled = self._scheduler.schedule()
-        return [self._launch_pass(scheduled, first.chosen.on_device)] if scheduled else []
+        return self._schedule_pass(first.chosen.on_device)
 
     def _may_pass_ahead(self) -> bool:
         """Whether a pass of chunks may be launched before the tokens of the step before are known."""
@@ -468,6 +503,11 @@ class Engine:
             self._collect()
         return self._take_outputs()
 
+    def _schedule_pass(self, chosen_before: Tensor | None) -> Sequence[_Launched]:
+        """Launch a forward pass of any chunks, if there are some; chosen_before as in `_launch_pass`."""
+        scheduled = self._scheduler.schedule()
+        return [self._launch_pass(scheduled, chosen_before)] if scheduled else []
+
     def _launch_pass(self, scheduled: Sequence[Scheduled], chosen_before: Tensor | None) -> _LogitsPass | _ChosenPass:
         """Launch a forward pass of chunks that were just scheduled.
 
@@ -518,14 +558,29 @@ class Engine:
             if request.finish_reason is not None:
                 rows += [ENDED] * n
             elif n:
-                length, texts = len(request.tokens), request.histories(self._end_tokens, request.drafts)
-                rows += [Row(request.sampling, request.seed, length + i, text) for i, text in enumerate(texts)]
+                rows += self._rows_of(request, request.drafts)
         return rows
+
+    def _rows_of_step(self, launched: _LogitsStep) -> list[Row]:
+        """How the token after each row of a decode step is chosen. Rows that do not count are greedy, and ignored."""
+        rows: list[Row] = []
+        for i, (request, verified) in enumerate(zip(launched.requests, launched.verified, strict=True), 1):
+            if request.finish_reason is None:
+                rows += self._rows_of(request, request.drafts[: _n_verified(request, verified)])
+            rows += [ENDED] * (i * (1 + launched.n_drafts) - len(rows))
+        return rows
+
+    def _rows_of(self, request: Request, drafts: Sequence[int]) -> list[Row]:
+        """How the tokens after a request's last one and after each of some drafts are chosen."""
+        length, texts = len(request.tokens), request.histories(self._end_tokens, drafts)
+        return [Row(request.sampling, request.seed, length + i, text) for i, text in enumerate(texts)]
 
     def _collect_all(self) -> None:
         """Wait for all steps in flight, and add what they add to their requests to the outputs."""
         while self._in_flight:
-            self._collect()
+            self._complete_first()
+            if self._in_flight:
+                self._collect()
             self.draft()
 
     def _collect(self) -> None:
@@ -539,6 +594,7 @@ class Engine:
         elif isinstance(launched, _ChosenPass):
             self._outputs += self._collect_chosen(launched)
         else:
+            assert isinstance(launched, _LogitsPass)  # a `_LogitsStep` is completed before
             self._outputs += self._collect_logits(launched)
         if not self._requests:
             self._in_flight.clear()
@@ -559,7 +615,7 @@ class Engine:
             del request.tokens[end:]
             if token >= 0 and request.n_computed >= end:  # otherwise it was preempted
                 self._scheduler.share(request, end - 1, end)
-            outputs.append(self._extend(request, 0, [token], 0, _wanted(logprobs, request)))
+            outputs.append(self._extend(request, 0, [token], 0, _wanted([(token, logprobs)], request)))
             if request.finish_reason is None:
                 request.tokens.extend(later)
         return outputs
@@ -688,7 +744,7 @@ class Engine:
         reached = _n_known(request) + _beyond(n_drafts) + (1 + n_drafts if is_launched else 0)
         return min(reached, request.max_length - 1)  # the last token is not an input
 
-    def _launch(self, before: _Launched | None, n_drafts: int) -> Sequence[_DecodeStep]:
+    def _launch(self, before: _Launched | None, n_drafts: int) -> Sequence[_DecodeStep | _LogitsStep]:
         """Launch a decode step of the running requests but those that `before` surely ends, if others are left.
 
         Args:
@@ -728,26 +784,36 @@ class Engine:
             return []
         self._steps += 1
         self._steps_ahead += before is not None
+        if not all(map(self._is_chosen_in_step, requests)):
+            return [_LogitsStep(requests, verified, n_drafts, self._runner.decode_logits(rows, n_drafts))]
         log_probs = any(request.sampling.logprobs is not None for request in requests)
         return [_DecodeStep(requests, verified, n_drafts, self._runner.decode(rows, n_drafts, log_probs, chosen))]
 
     def _joins_decode_step(self, request: Request) -> bool:
         """Whether a request decodes, and a decode step honors its sampling."""
+        return request.n_pending == 1 and (self._divides_steps or self._is_chosen_in_step(request))
+
+    def _is_chosen_in_step(self, request: Request) -> bool:
+        """Whether a decode step that chooses its tokens itself honors a request's sampling."""
         sampling = request.sampling
         has_results = sampling.logprobs is None or not self.config.n_drafts  # with drafts a step returns tokens alone
-        return request.n_pending == 1 and sampling.joins_decode_steps and has_results
+        return sampling.joins_decode_steps and has_results
 
     def _collect_decoded(self, launched: _DecodeStep) -> list[Output]:
         """Wait for a decode step, and return what it adds to its requests."""
-        found = launched.tokens.wait()
+        found, k = launched.tokens.wait(), 1 + launched.n_drafts
+        rows = [[_chosen(decoded)] for decoded in found]
+        if launched.choice is not None:
+            choice = launched.choice.wait()
+            rows = [choice[i : i + k] for i in range(0, len(choice), k)]
         del self._in_flight[0]
         outputs: list[Output] = []
-        for request, verified, decoded in zip(launched.requests, launched.verified, found, strict=True):
+        for request, verified, decoded, own in zip(launched.requests, launched.verified, found, rows, strict=True):
             if request.finish_reason is not None:
                 continue  # it has ended since the step was launched
-            n_drafts = min(verified, len(request.drafts), request.n_remaining - 1)
+            n_drafts = _n_verified(request, verified)
             n_accepted = min(decoded.accepted, n_drafts)
-            chosen, scored = decoded.chosen[: n_accepted + 1], _wanted(_chosen(decoded)[1], request)
+            chosen, scored = decoded.chosen[: n_accepted + 1], _wanted(own[: n_accepted + 1], request)
             outputs.append(self._extend(request, 1 + n_accepted, chosen, n_drafts, scored))
             if request.finish_reason is None:
                 request.drafts = usable_drafts(decoded.drafts, request)
@@ -882,15 +948,20 @@ def _n_known(request: Request) -> int:
     return len(request.tokens) - (request.tokens[-1] < 0)
 
 
+def _n_verified(request: Request, n_drafts: int) -> int:
+    """How many drafts of a request a decode step that was launched to verify so many verifies: those that it has."""
+    return min(n_drafts, len(request.drafts), request.n_remaining - 1)
+
+
 def _chosen(decoded: Decoded) -> tuple[int, TokenLogprobs | None]:
     """The token after the last one of a request, and its log-probability, if its decode step has computed it."""
     token = decoded.chosen[0]
     return token, None if decoded.log_prob is None else TokenLogprobs(token, decoded.log_prob)
 
 
-def _wanted(logprobs: TokenLogprobs | None, request: Request) -> list[TokenLogprobs]:
-    """The log-probabilities of a token, if the request has asked for them: some steps compute those of all requests."""
-    return [] if logprobs is None or request.sampling.logprobs is None else [logprobs]
+def _wanted(chosen: Sequence[tuple[int, TokenLogprobs | None]], request: Request) -> list[TokenLogprobs]:
+    """The log-probabilities of tokens, if the request has asked for them: some steps compute those of all requests."""
+    return [] if request.sampling.logprobs is None else [entry for _, entry in chosen if entry is not None]
 
 
 def _make_pass(launched: _DecodeStep) -> _ChosenPass:

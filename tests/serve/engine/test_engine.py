@@ -261,8 +261,8 @@ def test_log_probabilities_of_steps_launched_ahead_are_those_that_the_host_asks_
     stats = engines[1].stats()
     assert stats.preemptions > 0
     assert stats.steps_ahead > 0
-    # with drafts no step returns them: the host reads each step of a request that asks for them
     assert (0 < runners[1].scored_steps < runners[1].decode_steps) == (n_drafts == 0)
+    assert (runners[1].divided_steps > 0) == (n_drafts > 0)  # between whose parts they are computed
 
 
 @pytest.mark.parametrize("n_drafts", [0, 2])
@@ -280,7 +280,7 @@ def test_the_end_of_a_text_has_no_log_probability_in_steps_launched_ahead(engine
     ((tokens, logprobs, _, reason),) = found.values()
     assert (len(tokens), reason) == (7, FinishReason.STOP)
     assert [entry.token for entry in logprobs] == [*tokens]
-    assert (runner.decode_steps > 0) == (n_drafts == 0)
+    assert 0 < runner.decode_steps == (runner.divided_steps if n_drafts else runner.scored_steps)
 
 
 def test_only_steps_with_requests_that_ask_for_them_compute_log_probabilities(engine_of):
@@ -690,7 +690,7 @@ def test_outputs_name_what_has_stopped_a_text(engine_of, tokenizer):
     assert [last.stopped_by for _, _, last in run(engine).values()] == ["xx", letter, None, None]
 
 
-@pytest.mark.parametrize(("n_drafts", "max_ahead"), [(0, 0), (2, 0), (0, 4)])
+@pytest.mark.parametrize(("n_drafts", "max_ahead"), [(0, 0), (2, 0), (0, 4), (2, 4)])
 def test_a_token_that_ends_the_text_has_log_probabilities(engine_of, tokenizer, n_drafts, max_ahead):
     runner = FakeRunner(scale=4.0, max_ahead=max_ahead, n_drafts=n_drafts if max_ahead else 0)
     whole = runner.text_of([1, 2], Sampling(20))

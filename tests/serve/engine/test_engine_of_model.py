@@ -81,6 +81,37 @@ def test_a_text_is_the_same_with_any_number_of_drafts_in_each_step(tokenizer, mo
     assert stats.drafted_tokens > 0
 
 
+OF_TEXT = (
+    {"presence_penalty": 1.0, "repetition_penalty": 1.2},
+    {"bad_words": ((65,), (66, 67)), "min_tokens": 3, "logit_bias": ((70, 2.0),), "logprobs": 2},
+    {"logprobs": 0},
+    {},
+)
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize("ways", [OF_TEXT, OF_TEXT[2:]], ids=["of_text", "logprobs"])
+@pytest.mark.parametrize("n_drafts", [2, 1])
+def test_texts_with_drafts_are_the_same_where_their_tokens_are_chosen_between_parts_of_steps(tokenizer, ways, n_drafts):
+    found = []
+    for ahead in (False, True):
+        runner = ModelRunner(new_model(fp8=False), 16, batch_invariant=True, n_drafts=n_drafts)
+        runner.max_ahead, runner.runs_ahead = 4, ahead
+        engine = Engine(runner, tokenizer, EngineConfig(max_batch=4, max_step_tokens=32, n_drafts=n_drafts))
+        texts: dict[int, list] = {}
+        for i, fields in enumerate(ways):
+            sampling = Sampling(20 + i, float(i % 2), seed=i, ignore_eos=True, **fields)
+            texts[engine.add(text(5 + 9 * i, seed=i), sampling).id] = [(), ()]
+        while engine.has_work:
+            for output in engine.step():
+                tokens, logprobs = texts[output.request_id]
+                texts[output.request_id] = [tokens + output.tokens, logprobs + output.logprobs]
+        found.append(texts)
+    assert found[0] == found[1]
+    assert engine.stats().steps_ahead > 10
+    assert engine.stats().accepted_tokens > 0
+
+
 def logprobs_of(tokenizer, fp8: bool, batch_invariant: bool, max_ahead: int) -> tuple[list[TokenLogprobs], int]:
     """The log-probabilities of all tokens of two texts, while a third is generated, and the steps launched ahead."""
     runner = ModelRunner(new_model(fp8), 16, batch_invariant=batch_invariant)

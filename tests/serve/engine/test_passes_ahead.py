@@ -6,6 +6,7 @@ import contextlib
 import random
 import signal
 from array import array
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -293,6 +294,103 @@ def test_a_canceled_request_changes_no_other(engine_of, seed, ways):
         assert result[0] == expected[request_id][0]
 
 
+@pytest.mark.one_case
+@pytest.mark.parametrize("n_drafts", [1, 3])
+@pytest.mark.parametrize("ways", [WAYS, OF_TEXT], ids=["mixed", "of_text"])
+@pytest.mark.parametrize("seed", range(3))
+def test_texts_with_drafts_are_those_of_steps_that_are_collected_at_once(engine_of, seed, ways, n_drafts):
+    expected = random_run(engine_of(ahead=False), seed, ways, max_new=40, pause=9)
+    runner = FakeRunner(n_pages=24, scale=2.0, max_ahead=4, n_drafts=n_drafts)
+    engine = engine_of(runner=runner, n_drafts=n_drafts)
+    assert random_run(engine, seed, ways, max_new=40, pause=9) == expected
+    stats = engine.stats()
+    assert runner.divided_steps > 0
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    assert stats.steps_ahead > 0
+    assert stats.preemptions > 0
+    assert (stats.finished, stats.used_pages, stats.running, stats.waiting) == (30, 0, 0, 0)
+
+
+@pytest.mark.parametrize("ways", [WAYS, OF_TEXT], ids=["mixed", "of_text"])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_canceled_request_with_drafts_changes_no_other(engine_of, seed, ways):
+    expected = random_run(engine_of(ahead=False), seed, ways, pause=9)
+    runner = FakeRunner(n_pages=40, scale=2.0, max_ahead=4, n_drafts=2)
+    engine = engine_of(runner=runner, n_drafts=2)
+    found = random_run(engine, seed, ways, n_cancel=10, pause=9)
+    assert engine.stats().canceled > 0
+    assert runner.divided_steps > 0
+    assert engine.stats().used_pages == 0
+    for request_id, result in found.items():
+        if result[-1] is not None:
+            assert result == expected[request_id]
+
+
+def test_logits_of_a_step_with_drafts_are_launched_before_the_text_that_its_tokens_depend_on_is_known(
+    engine_of, monkeypatch
+):
+    events, runner = [], FakeRunner(n_pages=40, max_ahead=4, n_drafts=2)
+    for kind, name in ((runner, "decode_logits"), (runner, "decode_chosen"), (DecodedTokens, "wait")):
+        call = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda *args, call=call, name=name: events.append(name) or call(*args))
+    engine = engine_of(runner=runner, n_drafts=2)
+    request = engine.add([1, 2], Sampling(9, 1.0, presence_penalty=1.0, ignore_eos=True))
+    engine.add([3, 4], Sampling(9, ignore_eos=True))
+    for _ in range(4):  # the first one prefills
+        engine.step()
+    assert events == ["decode_logits", *3 * ["decode_chosen", "decode_logits", "wait"]]
+    run(engine)
+    assert request.tokens.tolist() == [1, 2, *runner.text_of([1, 2], request.sampling)]
+
+
+def test_steps_whose_requests_depend_on_no_text_any_more_choose_their_tokens_themselves(engine_of):
+    runner = FakeRunner(n_pages=40, max_ahead=4, n_drafts=2)
+    engine = engine_of(runner=runner, n_drafts=2)
+    penalized = engine.add([1, 2], Sampling(9, 1.0, presence_penalty=1.0, ignore_eos=True))
+    plain = engine.add([3, 4], Sampling(40, ignore_eos=True))
+    while penalized.finish_reason is None:
+        engine.step()
+    n_divided = runner.divided_steps
+    run(engine)
+    assert runner.divided_steps == n_divided < runner.decode_steps - 5
+    assert plain.tokens.tolist() == [3, 4, *runner.text_of([3, 4], plain.sampling)]
+
+
+@pytest.mark.filterwarnings("ignore:a draft cannot be chosen")
+def test_an_exception_between_the_parts_of_a_step_with_drafts_ends_only_the_request_that_raises_it(
+    engine_of, monkeypatch
+):
+    def raising(logits, rows):
+        if any(row.seed == 3 and row.position > 6 and row.text is not None for row in rows):
+            raise RuntimeError("no choice")
+        return choose(logits, rows)
+
+    choose, runner = sampler.choose, FakeRunner(n_pages=40, scale=2.0, max_ahead=4, n_drafts=2)
+    monkeypatch.setattr(sampler, "choose", raising)
+    engine = engine_of(runner=runner, n_drafts=2)
+    biased = Sampling(20, ignore_eos=True, logit_bias=((70, 1.0),))
+    samplings = [replace(biased, seed=seed) if seed % 2 else Sampling(20, ignore_eos=True) for seed in range(4)]
+    for seed, sampling in enumerate(samplings):
+        engine.add([seed, 1, 2], sampling)
+    found = run(engine)
+    assert {i for i, result in found.items() if result[-1] == FinishReason.ERROR} == {3}
+    assert runner.divided_steps > 3
+    for seed, sampling in enumerate(samplings[:3]):
+        assert [*found[seed][0]] == runner.text_of([seed, 1, 2], sampling)
+
+
+def test_a_step_with_drafts_whose_logits_alone_are_launched_is_forgotten_with_its_requests(engine_of):
+    engine = engine_of(runner=FakeRunner(n_pages=40, max_ahead=4, n_drafts=2), n_drafts=2)
+    request = engine.add([1, 2], Sampling(9, presence_penalty=1.0, ignore_eos=True))
+    for _ in range(2):
+        engine.step()
+    assert isinstance(engine._in_flight[-1], engine_module._LogitsStep)
+    engine.cancel(request.id)
+    other = engine.add([5] * 3, Sampling(12, presence_penalty=1.0, ignore_eos=True))
+    run(engine)
+    assert other.tokens.tolist() == [5] * 3 + engine._runner.text_of([5] * 3, other.sampling)
+
+
 def test_a_prefix_is_shared_while_the_pass_that_computes_it_is_not_collected(engine_of):
     engine = engine_of(max_step_tokens=32)
     engine.add([1] * 12, Sampling(1))
@@ -370,6 +468,24 @@ def test_weights_are_updated_after_the_pass_in_flight(engine_of, in_flight, chan
     assert len(new) == (12 - n_before if in_flight == "finish" else 1)
     run(engine)
     assert [version for _, version in first.weights_versions] == ([0] if in_flight == "finish" else [0, 1])
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "recompute", "continue"])
+def test_weights_are_updated_after_the_step_with_drafts_whose_logits_are_in_flight(engine_of, in_flight):
+    runner = FakeRunner(n_pages=60, scale=2.0, max_ahead=4, n_drafts=2)
+    engine, sampling = engine_of(runner=runner, n_drafts=2), Sampling(30, ignore_eos=True, logit_bias=((70, 1.0),))
+    request, old = engine.add([1, 2], sampling), [1, 2, *runner.text_of([1, 2], sampling)]
+    for _ in range(4):
+        engine.step()
+    assert isinstance(engine._in_flight[0], engine_module._LogitsStep)
+    n_before = len(request.tokens)
+    engine.update_weights(in_flight)
+    end = len(request.tokens)  # of what the old weights have chosen
+    assert n_before < end
+    run(engine)
+    new = runner.text_of(old[:end], replace(sampling, max_new_tokens=32 - end)) if end < 32 else []
+    assert request.tokens.tolist() == old[:end] + new
+    assert [version for _, version in request.weights_versions] == ([0] if in_flight == "finish" else [0, 1])
 
 
 def test_a_prompt_whose_first_token_ends_its_text_is_scored_once(engine_of, tokenizer):
