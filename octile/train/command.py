@@ -75,7 +75,7 @@ class Options(TrainConfig):
 SECTIONS = (
     Section("model", ("preset", "model_file", "init_from"), ("indexer_stage",)),
     Section("number formats", ("recipe",)),
-    Section("data", ("data", "sequence_length"), ("val_sequences",)),
+    Section("data", ("data", "val_data", "sequence_length"), ("val_sequences",)),
     Section(
         "steps",
         ("steps", "tokens", "batch_size", "micro_batches", "seed"),

@@ -143,6 +143,8 @@ class TrainConfig:
             additions, most of them wrong, to begin octile rl with. Or the URL of a run's `data/` (s3://bucket/data),
             whose tokens are streamed. Or a file of examples, FILE.jsonl, or a folder of such files, to fine-tune
             the weights of init_from on: messages, prompt and completion, or text in each line.
+        val_data: what the held-out loss is measured on, read as data is and of the same kind: text, or examples.
+            Nothing of data is held out then. If it is not given, a part of data is.
         init_from: a run or a Hugging Face folder, FP8 or BF16, whose weights and tokenizer the run begins with instead
             of random weights; the model's shape is then that folder's.
         steps: optimizer steps.
@@ -160,7 +162,7 @@ class TrainConfig:
         micro_batches: parts of a batch that pass the model, or a pipeline, one after another, to save memory.
         sequence_length: tokens per sequence.
         skip_limit: consecutive steps that may be skipped because a gradient is NaN or Inf, before the run stops.
-        val_sequences: held-out sequences of a validation.
+        val_sequences: held-out sequences of a validation, evenly spaced where there are more.
         device: auto uses a GPU if there is one.
         allow_slow: begin also a run whose GEMMs alone take more than four hours on this CPU.
         deterministic: have two runs give the same bits on a GPU too, which takes longer; on a CPU they always do, with
@@ -187,6 +189,7 @@ class TrainConfig:
     preset: str = "tiny"
     recipe: str = "deepseek_v3"
     data: str = "stdlib"
+    val_data: str | None = None
     init_from: Path | None = None
     steps: Positive = 1000
     seed: Seed = 0
@@ -223,9 +226,12 @@ class TrainConfig:
         check_fields(self)
         if not self.data.strip():
             raise ValueError("data is empty: name a text file, a folder, hf:NAME, stdlib, packages or arithmetic")
+        if self.val_data is not None and not self.val_data.strip():
+            raise ValueError("val_data is empty: name a text file, a folder, a file of examples or hf:NAME")
         if self.checkpoints is not None and not self.checkpoints.strip():
             raise ValueError("checkpoints is empty: name a folder or a URL, such as s3://bucket/run")
-        for name in ("prompt", "data", "recipe", "init_from", "out", "checkpoints", "telemetry_layers", "guards"):
+        paths = "data", "val_data", "init_from", "out", "checkpoints", "guards"
+        for name in ("prompt", "recipe", "telemetry_layers", *paths):
             check_text(name, str(getattr(self, name)))  # config.json is UTF-8
         if self.init_from is None:  # a tokenizer is trained
             check_vocab_size(self.model.vocab_size, "model.vocab_size")

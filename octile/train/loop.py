@@ -30,9 +30,8 @@ from octile.parallel.ranks import Ranks, RanksError, explain, join, leave, will_
 from octile.report.run.spikes import SpikeDetector, SpikeState
 from octile.signals import Stopped, stop_requests
 from octile.train.config import TrainConfig
-from octile.train.data.corpus import check_source
 from octile.train.data.examples import is_examples
-from octile.train.data.open import check_prompt, open_tokens, print_passes
+from octile.train.data.open import check_data, check_prompt, open_tokens, print_passes
 from octile.train.data.token_store import MANIFEST, TokenStore
 from octile.train.memory.check import check_memory, explain_out_of_memory
 from octile.train.run import fine_tune
@@ -186,7 +185,7 @@ def _train_joined(
     if config.init_from is not None and not resume:
         fine_tune.check_shape(config, config.init_from)
     if begun is None or not (begun.run.data / MANIFEST).exists():
-        check_source(config.data)
+        check_data(config)
     duration = ranks.from_first(lambda: None if begun else check_duration(config, device), str | None)
     check_memory(config, device)
     check_agreement(ranks, config, resume)

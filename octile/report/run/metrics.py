@@ -55,10 +55,11 @@ class Run:
         config: config.json.
         summary: summary.json, or empty. All its keys are optional: `preset`, `recipe`, `machine`, `parameters`,
             `active_parameters` (per token), `bytes_per_token` (of the held-out text), `held_out_share` (of the text's
-            bytes) and `held_out_text` (how much that is). `examples` has numbers of texts, and of tokens to train on.
-            `prompt` is the beginning of sample.txt. `model_step` and `model_val_loss` are the step after which model/
-            was, and its held-out loss, `initial_val_loss` that of the weights that the run began with, and
-            `ema_val_loss` that of model_ema/. `stopped_after_validations` is the patience that ended the run early.
+            bytes, if a part of it is held out) and `held_out_text` (how much that is). `examples` has numbers of texts,
+            and of tokens to train on. `prompt` is the beginning of sample.txt. `model_step` and `model_val_loss` are
+            the step after which model/ was, and its held-out loss, `initial_val_loss` that of the weights that the run
+            began with, and `ema_val_loss` that of model_ema/. `stopped_after_validations` is the patience that ended
+            the run early.
         sample: sample.txt, or None.
         training, validation, experts, tile_scales, stops: the records of each kind in order of their steps, each step
             once.

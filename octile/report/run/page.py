@@ -237,6 +237,8 @@ def _facts(run: Run) -> list[tuple[str, str, str]]:
     share = as_float(run.fact("held_out_share"))
     if math.isfinite(share):
         facts.append(("Held out", f"{share:.1%}", f"of the text: {run.fact('held_out_text')}"))
+    elif val_data := run.fact("val_data"):
+        facts.append(("Held out", "all", f"of {val_data}: {run.fact('held_out_text')}"))
     if examples := run.fact("examples"):
         facts += _facts_of_examples(examples)
     if run.seconds:

@@ -213,12 +213,12 @@ def open_corpus(source: str | Path, name: str = "data") -> Corpus:
     return _from_files(str(source), named, _find_files(source))
 
 
-def content_digest(source: str | Path) -> str:
+def content_digest(source: str | Path, name: str = "data") -> str:
     """The SHA-256 of everything from which `open_corpus` makes a corpus: names and contents, not where they lie.
 
-    Source and errors are those of `open_corpus`. The content is not searched for text, so this is much faster.
+    Arguments and errors are those of `open_corpus`. The content is not searched for text, so this is much faster.
     """
-    check_source(source, "data")
+    check_source(source, name)
     digest = hashlib.sha256()
 
     def add(*parts: bytes) -> None:
@@ -226,7 +226,7 @@ def content_digest(source: str | Path) -> str:
             digest.update(len(part).to_bytes(8) + part)
 
     if source == ARITHMETIC or str(source).startswith("hf:"):
-        for row in open_corpus(source).read():
+        for row in open_corpus(source, name).read():
             add(row.name.encode(), row.text.encode())
         return digest.hexdigest()
     files = _find_files(source)

@@ -7,7 +7,6 @@ what spans they are to be cut.
 """
 
 import hashlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -38,11 +37,6 @@ class CorpusIndex:
         left_out = list(corpus.left_out)
         sizes = {document.digest: len(document.text.encode()) for document in corpus.documents(left_out)}
         return cls(sizes, left_out)
-
-    @property
-    def skipped(self) -> dict[str, int]:
-        """The number of files and texts that are no documents, by reason."""
-        return dict(Counter(reason for reason, _ in self.left_out))
 
     @property
     def total_bytes(self) -> int:

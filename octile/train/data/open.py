@@ -12,6 +12,7 @@ from octile.parallel.ranks import Ranks
 from octile.tokenizer import CHAT_TEMPLATE
 from octile.train.config import TrainConfig
 from octile.train.data.batches import count_windows
+from octile.train.data.corpus import check_source, is_path, is_url
 from octile.train.data.examples import is_examples
 from octile.train.data.prepare import prepare
 from octile.train.data.prepare_examples import prepare_examples
@@ -21,6 +22,36 @@ from octile.train.step.progress import batch_ramp
 
 MODEL_FILES = CHAT_TEMPLATE, GENERATION_CONFIG  # that a model may have besides its tokenizer
 MAX_PASSES = 4  # that are nearly as good as new text (Muennighoff et al., arXiv 2305.16264)
+
+
+def check_data(config: TrainConfig) -> None:
+    """Refuse data and validation data that cannot be used, without reading a text.
+
+    Raises:
+        ValueError: one is examples and the other text, both are the same or one holds the other, or one is the URL of
+            tokens; or as for `check_source`, which raises the other exceptions.
+    """
+    if (val_data := config.val_data) is None:
+        check_source(config.data)
+        return
+    if is_url(val_data):
+        raise ValueError(f"val_data must be text or examples, not the URL of tokens, {val_data!r}")
+    if is_url(config.data):
+        raise ValueError(f"val_data must not be given for the tokens of a URL: {config.data!r} has a held-out part")
+    check_source(config.data)
+    check_source(val_data, "val_data")
+    kinds = ["examples" if is_examples(source) else "text" for source in (config.data, val_data)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(
+            f"val_data {val_data!r} must be {kinds[0]}, as data {config.data!r} is, but it is {kinds[1]}"
+            f"{' (one JSON object a line, in a .jsonl file)' if 'examples' in kinds else ''}"
+        )
+    paths = [Path(source).resolve() for source in (config.data, val_data) if is_path(source)]
+    if config.data == val_data or (len(paths) == 2 and any(a.is_relative_to(b) for a, b in (paths, paths[::-1]))):
+        raise ValueError(
+            f"val_data {val_data!r} must hold nothing of data {config.data!r}, which is trained on: "
+            "name another file or folder"
+        )
 
 
 def prepare_tokens(config: TrainConfig, folder: Path, console: RunConsole) -> TokenStore:
@@ -46,12 +77,13 @@ def _prepare(config: TrainConfig, folder: Path, console: RunConsole) -> TokenSto
             config.model.vocab_size,
             folder,
             config.sequence_length - 1,  # a window is one token longer than that
+            val_source=config.val_data,
             held_out_windows=config.val_sequences,
             tokenizer=None if config.init_from is None else checkpoint_folder(config.init_from),
             progress=progress,
             say=console.print,
         )
-    console.print_data(store)
+    console.print_data(store, config.val_data)
     _print_held_out(config, store, console)
     return store
 
@@ -64,18 +96,25 @@ def _prepare_examples(config: TrainConfig, folder: Path, console: RunConsole) ->
             folder,
             config.sequence_length,
             checkpoint_folder(config.init_from),
+            val_source=config.val_data,
             held_out_sequences=config.val_sequences,
             progress=progress,
             say=console.print,
         )
-    console.print_examples(store, config.model.max_position_embeddings)
+    console.print_examples(store, config.model.max_position_embeddings, config.val_data)
     _print_held_out(config, store, console)
     return store
 
 
 def _print_held_out(config: TrainConfig, store: TokenStore, console: RunConsole) -> None:
-    """Say if fewer sequences are held out than a validation is to measure."""
-    if (windows := count_windows(store.val, config.sequence_length - 1)) < config.val_sequences:
+    """Say if fewer sequences are held out than a validation is to measure, or it measures a part of `val_data`."""
+    windows = count_windows(store.val, config.sequence_length - 1)
+    if config.val_data is not None and windows > config.val_sequences:
+        console.print(
+            f"a validation measures {config.val_sequences:,} of the {windows:,} sequences of val_data: "
+            f"--val-sequences {windows} measures all"
+        )
+    if config.val_data is None and windows < config.val_sequences:
         console.print(
             f"val_sequences is {config.val_sequences:,}, but so little text is held out: {windows:,} are measured"
         )

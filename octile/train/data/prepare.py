@@ -6,6 +6,8 @@
 3. The held-out documents are encoded.
 4. The training documents are encoded, without the spans that held-out documents have, too (`shared_spans`).
 
+Where the documents of a second corpus are held out, all of the first are training documents.
+
 Before that, a pass over the files computes their digest. A store of the same text and settings is reused: that in the
 folder, or one in the cache (`token_cache`).
 """
@@ -15,8 +17,9 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,7 @@ from octile.report.machine import version_of
 from octile.text import escape_control_characters, format_count
 from octile.tokenizer import Tokenizer, check_vocab_size
 from octile.train.data import token_cache
-from octile.train.data.corpus import Corpus, Document, content_digest, is_url, open_corpus
+from octile.train.data.corpus import Corpus, Document, LeftOut, content_digest, is_url, open_corpus
 from octile.train.data.corpus_index import CorpusIndex
 from octile.train.data.spans import HeldOutSpans
 from octile.train.data.token_store import FILES, LEFT_OUT, MANIFEST, Manifest, TokenStore, TokenWriter
@@ -62,6 +65,7 @@ def prepare(
     folder: str | Path,
     sequence_length: int,
     *,
+    val_source: str | Path | None = None,
     tokenizer: str | Path | None = None,
     held_out_windows: int = 64,
     progress: Progress = lambda stage, share: None,
@@ -78,6 +82,7 @@ def prepare(
         folder: the folder of the store, or of the copy of a streamed store's tokenizer; other files in it are not
             changed. What a killed process left half-built is removed.
         sequence_length: S; a window is S + 1 tokens.
+        val_source: a corpus of which all documents are held out, and none of `source`; not with a URL.
         tokenizer: a tokenizer.json, or its folder, to use instead of training one.
         held_out_windows: the minimum number of held-out windows, if a tenth of the text suffices for them.
         progress: called with the name of a stage and its progress from 0 to 1.
@@ -90,6 +95,8 @@ def prepare(
     """
     folder = Path(folder)
     check_not_inside(source, folder)
+    if val_source is not None:
+        check_not_inside(val_source, folder, "val_data")
     _check_positive(sequence_length=sequence_length, held_out_windows=held_out_windows)
     check_vocab_size(vocab_size)
     given = None if tokenizer is None else Tokenizer.load(tokenizer)
@@ -99,33 +106,40 @@ def prepare(
         return _streamed(str(source), folder, vocab_size, given)
     progress("reading", 0.0)
     settings = {
-        "text": content_digest(source),
+        "text": _digest(source, val_source),
         "preparation": source_digest(PREPARED_BY),
         "versions": versions("tokenizers"),
         "vocab_size": vocab_size,
         "sequence_length": sequence_length,
-        "held_out_windows": held_out_windows,
+        "held_out_windows": held_out_windows if val_source is None else None,
         "tokenizer": given and json_checksum([given.fingerprint, given.config]),
     }
-    build = partial(_build, source=source, settings=settings, given=given, progress=progress)
+    build = partial(_build, source=source, val_source=val_source, settings=settings, given=given, progress=progress)
     return reuse_or_build(folder, str(source), settings, build, say)
 
 
-def check_not_inside(source: str | Path, folder: Path) -> None:
+def _digest(source: str | Path, val_source: str | Path | None) -> str:
+    """The digest of everything that is read."""
+    digest = content_digest(source)
+    return digest if val_source is None else json_checksum([digest, content_digest(val_source, "val_data")])
+
+
+def check_not_inside(source: str | Path, folder: Path, name: str = "data") -> None:
     """Refuse a source that is a folder in which something is written: that would be read, too.
 
     Args:
         source: a source of data.
         folder: the folder that is written.
+        name: the argument that names the source, for messages.
 
     Raises:
         ValueError: the source holds the folder, or the cache.
     """
     if Path(source).is_dir() and folder.resolve().is_relative_to(Path(source).resolve()):
         raise ValueError(
-            f"data {str(source)!r} must not hold the folder {folder}: what is written would be read as text"
+            f"{name} {str(source)!r} must not hold the folder {folder}: what is written would be read as text"
         )
-    token_cache.check_outside(source)
+    token_cache.check_outside(source, name)
 
 
 def _streamed(url: str, folder: Path, vocab_size: int, tokenizer: Tokenizer | None) -> TokenStore:
@@ -193,51 +207,51 @@ def _is_built(folder: Path, source: str, settings: dict[str, Any]) -> bool:
 
 
 def _build(
-    folder: Path, source: str | Path, settings: dict[str, Any], given: Tokenizer | None, progress: Progress
+    folder: Path,
+    source: str | Path,
+    val_source: str | Path | None,
+    settings: dict[str, Any],
+    given: Tokenizer | None,
+    progress: Progress,
 ) -> Manifest:
-    corpus = open_corpus(source)
-    index = CorpusIndex.of(corpus)
-    selection = settings["sequence_length"], settings["held_out_windows"]
-    span = index.span(*selection)
-    if span is not None:
-        corpus = corpus.in_spans(span)
-        index = CorpusIndex.of(corpus)
-    held_out = index.hold_out(*selection)
+    parts, span, left_out = _divide(source, val_source, settings)
+    train, val = parts["train"], parts["val"]
     if given is None:
         progress("training the tokenizer", 0.0)
-        sample = index.sample(held_out, SAMPLE_BYTES)
-        texts = (document.text for document in corpus.documents() if document.digest in sample)
+        sample = train.index.sample(set(val.digests), SAMPLE_BYTES)
+        texts = (document.text for document in train.corpus.documents() if document.digest in sample)
         tokenizer = Tokenizer.train(texts, settings["vocab_size"])
     else:
         tokenizer = given
     tokenizer.save(folder)
-    lines = (f"{reason}: {one_line(name)}\n" for reason, name in index.left_out)
+    lines = (f"{reason}: {one_line(name)}\n" for reason, name in left_out)
     (folder / LEFT_OUT).write_text("".join(lines), encoding="utf-8")
-    tokens, cut_tokens = _encode(folder, corpus, index, held_out, tokenizer, progress)
-    if content_digest(source) != settings["text"]:  # documents that change are refused, but others may have changed
+    window = settings["sequence_length"] + 1
+    tokens, cut_tokens = _encode(folder, parts, window, tokenizer, progress)
+    if _digest(source, val_source) != settings["text"]:  # other files than documents, whose changes are refused
         settings = {**settings, "text": None}
 
-    window = settings["sequence_length"] + 1
+    skipped = dict(Counter(reason for reason, _ in left_out))
     if min(tokens.values()) < window:
+        index = train.index
         size = f"{format_count(len(index.sizes), 'document')}, {format_count(index.total_bytes, 'byte')}"
-        skipped = (f"{count:,} {reason.replace('_', ' ')}" for reason, count in index.skipped.items())
-        left_out = f"; left out: {', '.join(skipped)}" if index.skipped else ""
+        reasons = (f"{count:,} {reason.replace('_', ' ')}" for reason, count in skipped.items())
+        others = f"; left out: {', '.join(reasons)}" if skipped else ""
         cut = f"; {cut_tokens:,} more are left out because they are held out, too" if cut_tokens else ""
         raise ValueError(
-            f"data {corpus.source!r} has too little text: {size}; {format_count(tokens['train'], 'token')} "
+            f"data {str(source)!r} has too little text: {size}; {format_count(tokens['train'], 'token')} "
             f"to train on and {tokens['val']:,} held out, with those at the ends of documents, but each of the two "
-            f"needs at least {window:,}{cut}{left_out}"
+            f"needs at least {window:,}{cut}{others}"
         )
-    digests = {"train": index.sizes.keys() - held_out, "val": held_out}
     manifest = Manifest(
-        source=corpus.source,
+        source=str(source),
         settings=settings,
-        fingerprint=index.fingerprint,
+        fingerprint=train.index.fingerprint,
         vocab_size=tokenizer.vocab_size,
-        documents={part: len(digests[part]) for part in digests},
-        bytes={part: sum(index.sizes[digest] for digest in digests[part]) for part in digests},
+        documents={name: len(part.digests) for name, part in parts.items()},
+        bytes={name: part.bytes for name, part in parts.items()},
         tokens=tokens,
-        skipped=index.skipped,
+        skipped=skipped,
         span=span,
         cut_tokens=cut_tokens,
         sha256={name: checksum(folder / name)["sha256"] for name in FILES},
@@ -246,41 +260,96 @@ def _build(
     return manifest
 
 
+@dataclass(frozen=True)
+class _Part:
+    """The documents of a corpus that are trained on, or held out: those with these digests."""
+
+    argument: str  # that names the corpus, "data" or "val_data"
+    corpus: Corpus
+    index: CorpusIndex
+    digests: Set[bytes]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.index.sizes[digest] for digest in self.digests)
+
+    def documents(self) -> Iterator[Document]:
+        """Its documents. Raises RuntimeError after the last one if the corpus is not that of the index any more."""
+        read = hashlib.sha256()
+        for document in self.corpus.documents():
+            read.update(document.digest)
+            if document.digest in self.digests:
+                yield document
+        if read.hexdigest() != self.index.fingerprint:
+            raise RuntimeError(
+                f"{self.argument} {self.corpus.source!r} changed while it was read; start again when it no longer "
+                "changes"
+            )
+
+
+def _divide(
+    source: str | Path, val_source: str | Path | None, settings: dict[str, Any]
+) -> tuple[dict[str, _Part], int | None, list[LeftOut]]:
+    """The parts "train" and "val", the characters of the spans of a corpus that is cut, and what is left out."""
+    corpus = open_corpus(source)
+    index = CorpusIndex.of(corpus)
+    if val_source is not None:
+        val_corpus = open_corpus(val_source, "val_data")
+        val_index = CorpusIndex.of(val_corpus)
+        parts = {
+            "train": _Part("data", corpus, index, index.sizes.keys()),
+            "val": _Part("val_data", val_corpus, val_index, val_index.sizes.keys()),
+        }
+        val_left_out = (LeftOut(reason, f"val_data: {name}") for reason, name in val_index.left_out)
+        return parts, None, [*index.left_out, *val_left_out]
+    selection = settings["sequence_length"], settings["held_out_windows"]
+    span = index.span(*selection)
+    if span is not None:
+        corpus = corpus.in_spans(span)
+        index = CorpusIndex.of(corpus)
+    held_out = index.hold_out(*selection)
+    digests = {"train": index.sizes.keys() - held_out, "val": held_out}
+    return {name: _Part("data", corpus, index, part) for name, part in digests.items()}, span, [*index.left_out]
+
+
 def one_line(name: str) -> str:
     """A name as it stands in a line of left_out.txt."""
     return escape_control_characters(name).replace("\n", r"\n")
 
 
 def _encode(
-    folder: Path, corpus: Corpus, index: CorpusIndex, held_out: set[bytes], tokenizer: Tokenizer, progress: Progress
+    folder: Path, parts: Mapping[str, _Part], window: int, tokenizer: Tokenizer, progress: Progress
 ) -> tuple[dict[str, int], int]:
-    """Write train.npy and val.npy; return the number of tokens of each, and of those cut out of the training part."""
-    read = hashlib.sha256()
-    done = 0
+    """Write train.npy and val.npy; return the number of tokens of each, and of those cut out of the training part.
+
+    Raises:
+        ValueError: a corpus of its own that is held out has no window of tokens.
+    """
+    done, total = 0, sum(part.bytes for part in parts.values())
     spans = HeldOutSpans((tokenizer.begin, tokenizer.end))
 
-    def encoded(batch: list[Document]) -> list[npt.NDArray[np.integer]]:
-        ids = tokenizer.encode_batch([document.text for document in batch])
-        return [np.array([tokenizer.begin, *tokens, tokenizer.end]) for tokens in ids]
+    def encoded(part: _Part) -> Iterator[list[npt.NDArray[np.integer]]]:
+        nonlocal done
+        for batch in _batches_of_text(part.documents()):
+            progress("encoding", done / total)
+            done += sum(part.index.sizes[document.digest] for document in batch)
+            ids = tokenizer.encode_batch([document.text for document in batch])
+            yield [np.array([tokenizer.begin, *tokens, tokenizer.end]) for tokens in ids]
 
     with TokenWriter(folder / "val.npy", tokenizer.vocab_size) as val:
-        progress("encoding", 0.0)
-        for batch in _batches_of_text(document for document in corpus.documents() if document.digest in held_out):
-            documents = encoded(batch)
+        for documents in encoded(parts["val"]):
             spans.add(documents)
             for tokens in documents:
                 val.append(tokens)
+    if parts["val"].argument == "val_data" and val.length < window:
+        raise ValueError(
+            f"val_data {parts['val'].corpus.source!r} has too little text: {format_count(val.length, 'token')}, with "
+            f"those at the ends of documents, but at least {window:,} are needed"
+        )
     with TokenWriter(folder / "train.npy", tokenizer.vocab_size) as train:
-        for batch in _batches_of_text(corpus.documents()):
-            progress("encoding", done / index.total_bytes)
-            for document in batch:
-                read.update(document.digest)
-                done += index.sizes.get(document.digest, 0)
-            training = [document for document in batch if document.digest not in held_out]
-            for tokens in spans.cut(encoded(training)):
+        for documents in encoded(parts["train"]):
+            for tokens in spans.cut(documents):
                 train.append(tokens)
-    if read.hexdigest() != index.fingerprint:
-        raise RuntimeError(f"data {corpus.source!r} changed while it was read; start again when it no longer changes")
     return {"train": train.length, "val": val.length}, spans.cut_tokens
 
 

@@ -3,14 +3,15 @@
 A store of the same examples and settings is reused: that in the folder, or one in the cache (`token_cache`). Otherwise
 each example is rendered and encoded, cut at the end if it is longer than a sequence, and left out if no token of it has
 a loss then. Examples with the same prompt are held out together: by the digest of the tokens before the first
-answer to a user, by the rule by which documents are (`CorpusIndex.hold_out`).
+answer to a user, by the rule by which documents are (`CorpusIndex.hold_out`). Where further examples are given to be
+held out, all others are trained on.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,7 @@ PREPARED_BY = (  # the source on which the tokens of examples depend
 )
 NO_LOSS = "without_a_token_that_has_a_loss"
 ANSWER_CUT = "whose_answer_begins_after_the_end_of_a_sequence"
+ARGUMENTS = {"train": "data", "val": "val_data"}  # that name the sources of the parts
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ def prepare_examples(
     sequence_length: int,
     tokenizer: str | Path,
     *,
+    val_source: str | Path | None = None,
     held_out_sequences: int = 64,
     progress: Progress = lambda stage, share: None,
     say: Callable[[str], None] = lambda line: None,
@@ -81,6 +84,7 @@ def prepare_examples(
             removed.
         sequence_length: S.
         tokenizer: the folder of the tokenizer and its chat template.
+        val_source: examples of which all are held out, and none of `source`.
         held_out_sequences: the minimum of held-out sequences, if a tenth of the tokens suffices for them.
         progress: called with the name of a stage and its progress from 0 to 1.
         say: called with a line if the store comes from the cache, or another process is waited for.
@@ -90,37 +94,41 @@ def prepare_examples(
         ValueError: a line is no example, there are too few, or the store in the folder is damaged. The source is a
             folder that holds the store's folder or the cache.
     """
-    source, folder = Path(source), Path(folder)
-    check_not_inside(source, folder)
+    folder = Path(folder)
+    sources = {"train": Path(source)} if val_source is None else {"val": Path(val_source), "train": Path(source)}
+    for part, each in sources.items():
+        check_not_inside(each, folder, ARGUMENTS[part])
     progress("reading", 0.0)
     loaded = Tokenizer.load(tokenizer)
     template = ChatTemplate.load(Path(tokenizer), loaded)
     settings = {
-        "text": _digest(source),
+        "text": _digest(sources),
         "preparation": source_digest(PREPARED_BY),
         "versions": versions("tokenizers", "jinja2"),
         "sequence_length": sequence_length,
-        "held_out_sequences": held_out_sequences,
+        "held_out_sequences": held_out_sequences if val_source is None else None,
         "tokenizer": json_checksum([loaded.fingerprint, loaded.config, template.texts]),
     }
-    build = partial(_build, source=source, settings=settings, tokenizer=loaded, template=template, progress=progress)
+    build = partial(_build, sources=sources, settings=settings, tokenizer=loaded, template=template, progress=progress)
     return reuse_or_build(folder, str(source), settings, build, say, reuse=not template.reads_clock)
 
 
 def _build(
     folder: Path,
-    source: Path,
+    sources: Mapping[str, Path],
     settings: dict[str, Any],
     tokenizer: Tokenizer,
     template: ChatTemplate,
     progress: Progress,
 ) -> Manifest:
     sequence_length = settings["sequence_length"]
-    texts, left_out, lengths, empty = list[_Text](), list[LeftOut](), list[int](), list[str]()
-    files = example_files(source)
-    done, total = 0, max(sum(file.stat().st_size for file in files), 1)
-    for file in files:
-        where = "" if file == source else f"{_name(file, source)}, "
+    texts = {part: list[_Text]() for part in sources}
+    left_out, lengths, empty = list[LeftOut](), list[int](), list[str]()
+    files = [(part, file) for part, source in sources.items() for file in example_files(source)]
+    done, total = 0, max(sum(file.stat().st_size for _, file in files), 1)
+    for part, file in files:
+        source = sources[part]
+        where = ("val_data: " if part == "val" else "") + ("" if file == source else f"{_name(file, source)}, ")
         for example in read_examples(file, tokenizer, template):
             done += example.n_bytes
             progress("encoding", done / total)
@@ -129,18 +137,25 @@ def _build(
             if text is None:
                 left_out.append(LeftOut(ANSWER_CUT if any(example.has_loss[1:]) else NO_LOSS, name))
             else:
-                texts.append(text)
+                texts[part].append(text)
                 empty += [name] * example.empty_answers
-    if len({text.prompt for text in texts}) < 2:
-        counts = Counter(reason.replace("_", " ") for reason, _ in left_out)
-        without = "".join(f"; left out: {count:,} {reason}" for reason, count in counts.items())
+    counts = Counter(reason.replace("_", " ") for reason, _ in left_out)
+    without = "".join(f"; left out: {count:,} {reason}" for reason, count in counts.items())
+    for part, source in sources.items():
+        if not texts[part] and "val" in sources:
+            raise ValueError(f"{ARGUMENTS[part]} {str(source)!r} has no example that can be used{without}")
+    if "val" not in sources and len({text.prompt for text in texts["train"]}) < 2:
         raise ValueError(
             f"data {str(source)!r} has too few examples: at least two with different prompts are needed, one to train "
-            f"on and one to hold out, and {len(texts)} can be used{without}"
+            f"on and one to hold out, and {len(texts['train'])} can be used{without}"
         )
     tokenizer.save(folder)
     (folder / LEFT_OUT).write_text("".join(f"{reason}: {line}\n" for reason, line in left_out))
-    parts = dict(zip(PARTS, _split(texts, sequence_length, settings["held_out_sequences"]), strict=True))
+    parts = texts
+    if "val" not in sources:
+        split = _split(texts["train"], sequence_length, settings["held_out_sequences"])
+        parts = dict(zip(PARTS, split, strict=True))
+    trained = {text.prompt for text in parts["train"]}
     packed = Packed(
         sequence_length=sequence_length,
         max_texts=0,
@@ -151,13 +166,14 @@ def _build(
         has_plain_template=template.is_plain,
         empty_answers=len(empty),
         first_empty_answer=empty[0] if empty else None,
+        shared_prompts=sum(text.prompt in trained for text in parts["val"]),
     )
     for part in PARTS:
         max_texts, padding = _write(folder, part, parts[part], sequence_length, tokenizer)
         packed = replace(packed, max_texts=max(packed.max_texts, max_texts), padding={**packed.padding, part: padding})
-    digest = _digest(source)
+    digest = _digest(sources)
     manifest = Manifest(
-        source=str(source),
+        source=str(sources["train"]),
         settings=settings if digest == settings["text"] else {**settings, "text": None},  # a file has changed meanwhile
         fingerprint=digest,
         vocab_size=tokenizer.vocab_size,
@@ -173,7 +189,13 @@ def _build(
     return manifest
 
 
-def _digest(source: Path) -> str:
+def _digest(sources: Mapping[str, Path]) -> str:
+    """The SHA-256 of everything that is read."""
+    digests = {part: _source_digest(source) for part, source in sources.items()}
+    return json_checksum(digests) if "val" in digests else digests["train"]
+
+
+def _source_digest(source: Path) -> str:
     """The SHA-256 of a file, or of the names and contents of a folder's."""
     if not source.is_dir():
         sha256: str = checksum(source)["sha256"]

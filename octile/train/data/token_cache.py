@@ -24,8 +24,12 @@ def folder() -> Path:
     return disk_cache.folder() / "tokens"
 
 
-def check_outside(source: str | Path) -> None:
+def check_outside(source: str | Path, name: str) -> None:
     """Refuse to read text from a folder that holds the cache, whose files would be read as text. Hidden ones are not.
+
+    Args:
+        source: the folder, or another source.
+        name: the argument that names it, for messages.
 
     Raises:
         ValueError: the folder holds the cache.
@@ -36,7 +40,7 @@ def check_outside(source: str | Path) -> None:
         return
     if Path(source).is_dir() and not any(part.startswith(".") for part in inside.parts):
         raise ValueError(
-            f"data {str(source)!r} must not hold octile's cache {folder()}, which would be read as text: "
+            f"{name} {str(source)!r} must not hold octile's cache {folder()}, which would be read as text: "
             "set OCTILE_CACHE_DIR to another folder"
         )
 

@@ -50,6 +50,7 @@ class Packed:
         has_plain_template: whether the tokenizer has no chat template, so that a plain one writes conversations.
         empty_answers: how many answers and completions have no text and no calls.
         first_empty_answer: the line of the first of them; None if there is none.
+        shared_prompts: how many held-out texts have the prompt of a text that is trained on.
     """
 
     sequence_length: int
@@ -61,6 +62,7 @@ class Packed:
     has_plain_template: bool
     empty_answers: int = 0
     first_empty_answer: str | None = None
+    shared_prompts: int = 0
 
 
 @dataclass(frozen=True)

@@ -102,13 +102,19 @@ class RunConsole:
         )
         self.print(str(trainer.model.conversion_summary))
 
-    def print_data(self, store: TokenStore) -> None:
-        """Print the amount of training and held-out text, and what was left out."""
+    def print_data(self, store: TokenStore, val_data: str | None = None) -> None:
+        """Print the amount of training and held-out text, and what was left out.
+
+        Args:
+            store: the text.
+            val_data: the source of the held-out text; None if it is a part of the text.
+        """
         m = store.manifest
+        share = f"{m.held_out_share:.1%} of the text" if val_data is None else f"all of {val_data}"
         self.print(
             f"data: {m.source}, {m.tokens['train']:,} tokens of "
             f"{format_count(m.documents['train'], m.unit.removesuffix('s'))} to train on, "
-            f"{m.tokens['val']:,} held out ({m.held_out_share:.1%} of the text, "
+            f"{m.tokens['val']:,} held out ({share}, "
             f"{m.bytes_per_token:.2f} bytes per token)"
         )
         if m.cut_tokens:
@@ -132,12 +138,13 @@ class RunConsole:
         if any(count > NAMED for count in m.skipped.values()):
             self.print(f"all that is left out is named in {store.folder / LEFT_OUT}")
 
-    def print_examples(self, store: TokenStore, context: int) -> None:
+    def print_examples(self, store: TokenStore, context: int, val_data: str | None = None) -> None:
         """Print the amount of examples, how they are packed, and what was cut and left out.
 
         Args:
             store: the examples.
             context: the most tokens that a sequence of the model may have.
+            val_data: the source of the held-out examples; None if they are a part of the others.
         """
         m, p = store.manifest, store.manifest.packed
         assert p is not None
@@ -145,7 +152,11 @@ class RunConsole:
             f"data: {m.source}, {format_count(m.documents['train'], 'text')} of {m.tokens['train']:,} tokens to train "
             f"on, {p.labels['train']:,} of them with a loss; {format_count(m.documents['val'], 'text')} of "
             f"{m.tokens['val']:,} tokens held out, {p.labels['val']:,} of them with a loss"
+            f"{'' if val_data is None else f' (all of {val_data})'}"
         )
+        if p.shared_prompts:
+            shared = f"{p.shared_prompts:,} of the {format_count(m.documents['val'], 'text')} of val_data"
+            self.print(f"{shared} {'has' if p.shared_prompts == 1 else 'have'} the prompt of a text that is trained on")
         sequences = len(store.train) // p.sequence_length
         self.print(
             f"packed into {format_count(sequences, 'sequence')} of {p.sequence_length:,} tokens, up to {p.max_texts:,} "

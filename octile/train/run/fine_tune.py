@@ -89,7 +89,9 @@ def check_examples(config: TrainConfig) -> None:
             text. There are no weights to begin with, and with them no tokenizer and chat template. Layers do not know
             the borders of texts that share a sequence, as in sparse attention and in a pipeline.
     """
-    _check_files(config.data)
+    _check_files("data", config.data)
+    if config.val_data is not None:
+        _check_files("val_data", config.val_data)
     if not is_examples(config.data):
         return
     if config.init_from is None:
@@ -106,7 +108,7 @@ def check_examples(config: TrainConfig) -> None:
         )
 
 
-def _check_files(data: str) -> None:
+def _check_files(name: str, data: str) -> None:
     """Refuse examples that would be read as plain text, and a folder that holds examples and other text."""
     path = Path(data)
     if not is_path(data) or why_not_opened(path) is not None:
@@ -115,7 +117,7 @@ def _check_files(data: str) -> None:
     for file in files:
         if (file != path and file.suffix not in (SUFFIX, ".json")) or why_not_opened(file) is not None:
             continue
-        named = f"data {data!r}" if file == path else f"data {data!r}: {file.relative_to(path)}"
+        named = f"{name} {data!r}" if file == path else f"{name} {data!r}: {file.relative_to(path)}"
         begins = begins_with_example(file)
         if begins == "array":
             lines = file.with_suffix(".lines.jsonl" if file.suffix == SUFFIX else SUFFIX)
@@ -132,7 +134,7 @@ def _check_files(data: str) -> None:
         for file in files:
             if file.suffix != SUFFIX and why_not_text(file, file.name) is None:
                 raise ValueError(
-                    f"data {data!r} must hold either examples or other text, but it holds examples in {SUFFIX} files "
+                    f"{name} {data!r} must hold either examples or other text, but it holds examples in {SUFFIX} files "
                     f"and {str(file.relative_to(path))!r}: name one of its files, or move them to a folder of their own"
                 )
 

@@ -142,7 +142,7 @@ def _write_summary(
         "parameters": counts.total,
         "active_parameters": counts.active,
         **({"bytes_per_token": m.bytes_per_token} if m.packed is None else {"examples": _describe_examples(store)}),
-        "held_out_share": m.held_out_share,
+        **({"held_out_share": m.held_out_share} if trainer.config.val_data is None else {}),
         "held_out_text": f"{m.tokens['val']:,} tokens in {format_count(m.documents['val'], m.unit.removesuffix('s'))}",
         "machine": describe_machine(measured_on),
         "measured_on": measured_on,

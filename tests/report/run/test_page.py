@@ -79,6 +79,13 @@ def test_the_headline_gives_what_was_recorded(page, fact):
     assert fact in page.words
 
 
+@pytest.mark.usefixtures("without_figures")
+def test_the_headline_names_validation_data(make_run):
+    summary = {name: value for name, value in SUMMARY.items() if name != "held_out_share"}
+    run = make_run([training(1)], config={**CONFIG, "val_data": "val.txt"}, summary=summary)
+    assert "Held out all of val.txt: 2,310 tokens in 6 spans" in read_page(write_run_report(run)).words
+
+
 def test_the_lead_names_recipe_steps_and_machine(page):
     assert "trained with the recipe deepseek_v3 for 40 steps on 2 CPU cores." in page.words
 

@@ -297,3 +297,55 @@ def test_text_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "content_digest", lambda source: "")
     with pytest.raises(RuntimeError, match="changed while it was read"):
         build(Path("changing"), tmp_path / "data")
+
+
+@pytest.fixture
+def val_source(tmp_path) -> Path:
+    file = tmp_path / "val.txt"
+    file.write_text(document(77))
+    return file
+
+
+def test_validation_data_are_held_out_and_nothing_else(source, val_source, tmp_path):
+    store = build(source, tmp_path / "data", val_source=val_source)
+    assert Counter(texts(store, store.train)) == Counter(open_corpus(source).texts())
+    assert texts(store, store.val) == [document(77)]
+    assert store.manifest.documents == {"train": 60, "val": 1}
+    assert store.manifest.bytes["val"] == len(document(77))
+
+
+def test_the_tokenizer_is_not_trained_on_validation_data(source, val_source, tmp_path):
+    store = build(source, tmp_path / "data", val_source=val_source)
+    assert Tokenizer.train(texts(store, store.train), VOCAB_SIZE).fingerprint == store.tokenizer.fingerprint
+
+
+def test_validation_data_in_the_training_text_are_cut_out_of_it(source, val_source, tmp_path):
+    (source / "copy.txt").write_text(document(77))
+    store = build(source, tmp_path / "data", val_source=val_source)
+    assert document(77) not in texts(store, store.train)
+    assert store.manifest.cut_tokens == store.manifest.tokens["val"] - 2  # without those at the ends
+
+
+def test_other_validation_data_are_encoded_again(source, val_source, tmp_path):
+    build(source, tmp_path / "data", val_source=val_source)
+    val_source.write_text(document(78))
+    store = build(source, tmp_path / "data", val_source=val_source)
+    assert texts(store, store.val) == [document(78)]
+
+
+def test_too_little_validation_text_is_refused_before_training_text_is_encoded(source, val_source, tmp_path):
+    val_source.write_text("two words")
+    shares: list[float] = []
+    with pytest.raises(
+        ValueError, match=r"^val_data '.*' has too little text: .* tokens, with .*, but at least 17 are needed$"
+    ):
+        build(source, tmp_path / "data", val_source=val_source, progress=lambda stage, share: shares.append(share))
+    assert set(shares) == {0.0}
+
+
+def test_what_is_left_out_of_validation_data_is_named_as_such(source, tmp_path):
+    (tmp_path / "val").mkdir()
+    (tmp_path / "val" / "text.txt").write_text(document(77))
+    (tmp_path / "val" / "empty.txt").touch()
+    store = build(source, tmp_path / "data", val_source=tmp_path / "val")
+    assert store.left_out(3) == {"empty": ["val_data: empty.txt"]}

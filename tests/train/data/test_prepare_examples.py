@@ -441,3 +441,44 @@ def test_examples_that_change_while_they_are_read_are_not_cached(again, tmp_path
     again()
     assert "changed while they were read" in caplog.text
     assert not list((tmp_path / "cache" / "tokens").glob("*/manifest.json"))
+
+
+@pytest.fixture
+def held_out(tokenizer, tmp_path):
+    """Return held_out(rows, val): the store of examples of which the second are held out."""
+
+    def make(rows: list[dict], val: list[dict]) -> TokenStore:
+        for name, lines in (("x", rows), ("val", val)):
+            (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        return prepare_examples(
+            tmp_path / "x.jsonl", tmp_path / "data", 32, tokenizer, val_source=tmp_path / "val.jsonl"
+        )
+
+    return make
+
+
+def test_validation_examples_are_held_out_and_nothing_else(held_out):
+    (_, train), (_, val) = texts(held_out([{"text": "hello"}, {"text": "day"}], [{"text": "good"}]))
+    assert sorted(train.split("<|end|>")) == ["", "day", "hello"]
+    assert val == "good<|end|>"
+
+
+def test_one_example_and_one_validation_example_are_enough(held_out):
+    assert held_out([TALK], [{"text": "good"}]).manifest.documents == {"train": 1, "val": 1}
+
+
+def test_validation_examples_with_a_prompt_that_is_trained_on_are_counted(held_out):
+    asked = [{"prompt": "hello", "completion": " day"}, {"prompt": "good", "completion": " day"}]
+    packed = held_out([{"prompt": "hello", "completion": " good"}], asked).manifest.packed
+    assert packed.shared_prompts == 1
+
+
+@pytest.mark.parametrize(("rows", "val", "named"), [([], [TALK], "data"), ([TALK], [], "val_data")])
+def test_a_file_without_examples_is_refused_by_its_option(held_out, rows, val, named):
+    with pytest.raises(ValueError, match=rf"^{named} '.*' has no example that can be used$"):
+        held_out(rows, val)
+
+
+def test_a_validation_example_that_is_left_out_is_named_as_such(held_out):
+    silent = {"messages": [{"role": "user", "content": "hello"}]}
+    assert held_out([TALK], [silent, TALK]).left_out(3) == {NO_LOSS: ["val_data: line 1"]}
