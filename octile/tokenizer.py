@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 BEGIN, END = "<|begin|>", "<|end|>"
 FILES = ("tokenizer.json", TIKTOKEN_MODEL, "tokenizer_config.json", ADDED_TOKENS)  # that a folder may have
 CHAT_TEMPLATE = "chat_template.jinja"  # precedes the template in tokenizer_config.json
+NAMED_TEMPLATES = "additional_chat_templates"  # a folder: NAME.jinja, as transformers writes them
 MIN_VOCAB_SIZE = 256 + 2  # the bytes, and the two special tokens
 
 

@@ -144,6 +144,19 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def copy(source: Path, destination: Path) -> None:
+    """Copy a file or a folder. What links lead to is copied, not the links. The destination must not be a folder."""
+    (shutil.copytree if source.is_dir() else shutil.copyfile)(source, destination)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def checksum(path: Path) -> dict[str, Any]:
     """Return the size in bytes and the SHA-256 of a file, as octile.json has them."""
     with open(path, "rb") as file:
@@ -208,7 +221,7 @@ def compare_checksum(path: str, size: int, sha256: Callable[[], str], expected: 
 
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
-    """Context manager that yields an empty folder, whose files replace those of `folder` when the block ends.
+    """Context manager that yields an empty folder, whose files and folders replace those of `folder` when it ends.
 
     If the block fails, `folder` is unchanged. Weight files of an earlier checkpoint in `folder` are removed; files of
     other names stay untouched.
@@ -245,6 +258,8 @@ def finish_interrupted(folder: Path) -> None:
     new = read_record(staging)
     for path in staging.iterdir():
         if path.name != RECORD:
+            if path.is_dir():  # a rename replaces no folder that holds files
+                remove(folder / path.name)
             os.replace(path, folder / path.name)
     for path in folder.iterdir():
         if WEIGHT_FILE.fullmatch(path.name) and path.name not in new:

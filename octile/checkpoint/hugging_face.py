@@ -16,7 +16,6 @@ not read, as in transformers, and not written.
 """
 
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from octile.checkpoint import recipe_entry
-from octile.checkpoint.files import CONFIG, finish_interrupted, staged, write_json
+from octile.checkpoint.files import CONFIG, copy, finish_interrupted, staged, write_json
 from octile.checkpoint.fp8_layout import (
     SCALE_SUFFIX,
     check_scale_values,
@@ -80,7 +79,7 @@ def save(model: DeepseekV3, folder: str | Path, weights: Weights = "fp8", files:
         model: on any device, its layers converted to FP8, some of them, or none.
         folder: created if it does not exist.
         weights: "fp8", "bf16" or "float32". FP8 and BF16 round; "float32" stores FP32 parameters exactly.
-        files: further files, such as the tokenizer's, copied under their names.
+        files: further files and folders, such as the tokenizer's files, copied under their names.
 
     Raises:
         TypeError: model is of another class, whose names in Hugging Face's layout are unknown.
@@ -152,7 +151,7 @@ def write_folder(
     check_weights_format(weights)
     others = [Path(file) for file in files]
     for other in others:
-        if not other.is_file():
+        if not other.exists():
             raise FileNotFoundError(f"files names {other}, which does not exist")
 
     scale = scale_rule(config.extra)
@@ -169,7 +168,7 @@ def write_folder(
         write_index(staging, weight_map, sum(s.nbytes for stored in specs.values() for s in stored.values()))
         write_json(staging / CONFIG, config_json(config, weights, specs, recipe))
         for other in others:
-            shutil.copyfile(other, staging / other.name)
+            copy(other, staging / other.name)
 
 
 def load(path: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> DeepseekV3:

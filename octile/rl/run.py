@@ -21,20 +21,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from octile.checkpoint.files import GENERATION_CONFIG, write_json
+from octile.checkpoint.files import remove, write_json
 from octile.checkpoint.hugging_face import checkpoint_folder, has_fp8_weights, load, save
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.rl.config import COMMAND, DIGESTS, RLConfig, changed_settings
 from octile.rl.trainer import RLTrainer
-from octile.tokenizer import CHAT_TEMPLATE
 from octile.tokenizer import FILES as TOKENIZER_FILES
 from octile.train.config import shown
+from octile.train.data.open import MODEL_FILES
 from octile.train.run.folder import START, RunFolder, check_unused, new_folder
 from octile.train.run.machine import computed_on, warn_of_another_machine
 from octile.validation import CHECKSUM, read_json, take_checksum, with_checksum
 
-COPIED_FILES = *TOKENIZER_FILES, CHAT_TEMPLATE, GENERATION_CONFIG
+COPIED_FILES = *TOKENIZER_FILES, *MODEL_FILES
 
 
 def create_folder(config: RLConfig) -> RunFolder:
@@ -59,7 +59,7 @@ def write_start(config: RLConfig, run: RunFolder) -> None:
     """
     assert config.model is not None
     for name in COPIED_FILES:  # of another model, if the first step of a run in this folder has failed
-        (run.path / START / name).unlink(missing_ok=True)
+        remove(run.path / START / name)
     save_model(load(config.model), run.path / START, checkpoint_folder(config.model), is_exact=True)
 
 

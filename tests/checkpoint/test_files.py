@@ -9,6 +9,7 @@ from octile.checkpoint.files import (
     RECORD,
     STAGING,
     check_output_file,
+    copy,
     finish_interrupted,
     read_json,
     read_record,
@@ -114,6 +115,16 @@ def test_new_files_replace_the_old_checkpoint_and_nothing_else(folder):
     put(folder)
     assert contents(folder) == {"model.safetensors": "new", "config.json": "new", "notes.txt": "mine"}
     assert read_record(folder).keys() == {"config.json", "model.safetensors"}
+
+
+def test_a_new_folder_replaces_an_old_one_with_its_files(folder, tmp_path):
+    for name in ("old", "new"):
+        (tmp_path / name / "templates").mkdir(parents=True)
+        (tmp_path / name / "templates" / f"{name}.jinja").touch()
+        put(
+            folder, before_renames=lambda staging, name=name: copy(tmp_path / name / "templates", staging / "templates")
+        )
+    assert [file.name for file in (folder / "templates").iterdir()] == ["new.jinja"]
 
 
 def test_a_failure_leaves_the_old_checkpoint(folder):

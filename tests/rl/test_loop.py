@@ -184,8 +184,9 @@ def test_a_failure_in_the_first_step_leaves_no_run_behind(config, tmp_path):
 
 def test_a_folder_that_is_used_again_has_no_tokenizer_file_of_another_model(config, exact_folder, tmp_path):
     other = shutil.copytree(exact_folder, tmp_path / "other")
-    names = {"generation_config.json", "chat_template.jinja"}
-    for name in names:
+    names = {"generation_config.json", "chat_template.jinja", "additional_chat_templates"}
+    (other / "additional_chat_templates").mkdir()
+    for name in ("generation_config.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
         (other / name).write_text("{}")
     for model, found in ((other, names), (exact_folder, set())):
         write_start(replace(config, model=model), RunFolder(tmp_path / "run"))

@@ -31,7 +31,7 @@ from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from octile.serve.http.reasoning import BEGIN, END, Thought, ends_inside, thought_after
-from octile.tokenizer import CHAT_TEMPLATE, Tokenizer, disable_word_cache, token_text
+from octile.tokenizer import CHAT_TEMPLATE, NAMED_TEMPLATES, Tokenizer, disable_word_cache, token_text
 from octile.validation import parse_json, read_text
 
 PLAIN = """\
@@ -192,7 +192,7 @@ class ChatTemplate:
         Raises:
             ValueError: there is a template, and it cannot be read.
         """
-        file, tool_use = folder / CHAT_TEMPLATE, folder / "additional_chat_templates" / "tool_use.jinja"
+        file, tool_use = folder / CHAT_TEMPLATE, folder / NAMED_TEMPLATES / "tool_use.jinja"
         if not file.is_file():
             return cls(tokenizer, *_in_config(tokenizer.config))
         return cls(tokenizer, read_text(file), read_text(tool_use) if tool_use.is_file() else None)

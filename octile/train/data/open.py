@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
-from shutil import copyfile
 
-from octile.checkpoint.files import GENERATION_CONFIG
+from octile.checkpoint.files import GENERATION_CONFIG, copy, remove
 from octile.checkpoint.hugging_face import checkpoint_folder
 from octile.parallel.ranks import Ranks
-from octile.tokenizer import CHAT_TEMPLATE
+from octile.tokenizer import CHAT_TEMPLATE, NAMED_TEMPLATES
 from octile.train.config import TrainConfig
 from octile.train.data.batches import count_windows
 from octile.train.data.corpus import check_source, is_path, is_url
@@ -20,7 +18,7 @@ from octile.train.data.token_store import MANIFEST, TokenStore
 from octile.train.run.console import RunConsole
 from octile.train.step.progress import batch_ramp
 
-MODEL_FILES = CHAT_TEMPLATE, GENERATION_CONFIG  # that a model may have besides its tokenizer
+MODEL_FILES = CHAT_TEMPLATE, NAMED_TEMPLATES, GENERATION_CONFIG  # that a model may have besides its tokenizer
 MAX_PASSES = 4  # that are nearly as good as new text (Muennighoff et al., arXiv 2305.16264)
 
 
@@ -61,10 +59,9 @@ def prepare_tokens(config: TrainConfig, folder: Path, console: RunConsole) -> To
     """
     store = _prepare(config, folder, console)
     for name in MODEL_FILES:
-        (folder / name).unlink(missing_ok=True)  # of a run that has failed in this folder
-        if config.init_from is not None:
-            with suppress(FileNotFoundError):
-                copyfile(checkpoint_folder(config.init_from) / name, folder / name)
+        remove(folder / name)  # of a run that has failed in this folder
+        if config.init_from is not None and (source := checkpoint_folder(config.init_from) / name).exists():
+            copy(source, folder / name)
     return store
 
 

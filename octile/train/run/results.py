@@ -63,7 +63,7 @@ def finish(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore,
     """Write the model with the lowest held-out loss, its sample and the report, and the average after the last step."""
     as_trained = stored_format(trainer)
     files = [store.folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
-    files += [file for name in MODEL_FILES if (file := store.folder / name).is_file()]
+    files += [file for name in MODEL_FILES if (file := store.folder / name).exists()]
     ranks = trainer.ranks
     ranks.at("the results")
     if trainer.ema:

@@ -61,9 +61,12 @@ def test_the_model_has_the_chat_template_and_the_ends_of_texts_of_that_it_begins
     folder, run = saved(), tmp_path / "run"
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 5], "top_p": 0.95}')
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     train(micro(data=str(text), model=WIDE, init_from=folder, steps=1, out=run), False, silent_console())
     assert json.loads((run / "model" / "generation_config.json").read_text()) == {"eos_token_id": [1, 5], "top_p": 0.95}
     assert (run / "model" / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
+    assert (run / "model" / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
 
 
 def test_a_model_of_another_shape_is_refused_before_anything_is_written(saved, tmp_path):
