@@ -130,6 +130,8 @@ def read(given: Given) -> Options:
     for name, (ranks, without) in OF_RANKS.items():  # a resumed run may have them from more ranks
         if getattr(options.parallel, ranks) == 1 and f"parallel.{name}" in given:
             raise ValueError(f"parallel.{name} has no effect without {without}: add --parallel.{ranks} N")
+    if not options.resume:
+        announce(f"trains: {describe_new_run(options.config, given, 'recipe', 'seed')}")
     return options
 
 
@@ -144,8 +146,6 @@ def run(options: Options, observer: Callable[[TrainConfig], RunHook]) -> None:
         Exception: what `octile.train.loop.train` and the observer raise.
     """
     config = options.config
-    if not options.resume:
-        announce(f"trains: {describe_new_run(config, options.model_file, 'recipe', 'seed')}")
     with importing():
         from octile.train.loop import train
         from octile.train.run.console import RunConsole

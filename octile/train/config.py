@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import reduce
 from pathlib import Path
@@ -675,13 +675,18 @@ def _as_option(name: str, value: Any) -> str:
     return f"{option}{'=' if str(value).startswith('-') else ' '}{shlex.quote(str(value))}"
 
 
-def describe_settings(config: TrainConfig, first: tuple[str, ...] = ("preset", "recipe", "seed")) -> str:
-    """A configuration in a line: the settings in `first`, and what else differs from the preset's default.
+def describe_settings(
+    config: TrainConfig,
+    first: tuple[str, ...] = ("preset", "recipe", "seed"),
+    others: Container[str] | None = None,
+) -> str:
+    """A configuration in a line: the settings in `first`, and the others, or what differs from the preset's default.
 
     Not described is what a folder's config.json says besides the model's fields.
     """
-    default = preset(config.preset) if config.preset in MODELS else TrainConfig()
-    other = {name: new for name, (_, new) in differences(default, config).items()}
+    if others is None:
+        others = differences(preset(config.preset) if config.preset in MODELS else TrainConfig(), config)
+    other = {name: value for name, value in flatten(asdict(config)) if name in others}
     other = {name: value for name, value in other.items() if not name.startswith("model.extra")}
     shown = {name: getattr(config, name) for name in first} | other
     written = {name: " ".join(map(str, value)) if isinstance(value, tuple) else value for name, value in shown.items()}

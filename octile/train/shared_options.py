@@ -113,11 +113,12 @@ def build(given: Given, default: Any) -> Any:
     return options
 
 
-def describe_new_run(config: TrainConfig, model_file: Path | None, *first: str) -> str:
-    """Describe a configuration as `describe_settings` does, with the file of its shape in place of a preset."""
-    if model_file is None:
-        return describe_settings(config, ("preset", *first))
-    return f"model {model_file}, {describe_settings(config, first)}"
+def describe_new_run(config: TrainConfig, given: Given, *first: str) -> str:
+    """Describe a run in a line: its preset, or the file of its shape, the settings in `first`, and what is given."""
+    others = {*given.words, "steps"} if "tokens" in given else given.words
+    if "model_file" not in given:
+        return describe_settings(config, ("preset", *first), others)
+    return f"model {given.get('model_file')}, {describe_settings(config, first, others)}"
 
 
 def announce(what: str) -> None:

@@ -100,36 +100,39 @@ def read(given: Given) -> Options:
 
     Raises:
         FileNotFoundError: there is no comparison to resume.
-        ValueError: as for `Given.build`.
+        ValueError: torchrun has started several processes, which would write the same runs, or no recipe is named; or
+            as for `Given.build`.
     """
-    if not given.is_set("resume") or not (out := given.get("out")):
-        return build(given, Options.of(begin_config(given)))
-    announce(f"resumes {out}")
-    with importing():
-        from octile.train.compare.comparison import Comparison, seeds_text
+    check_one_process("octile compare")
+    out = given.get("out")
+    if given.is_set("resume") and out:
+        announce(f"resumes {out}")
+        with importing():
+            from octile.train.compare.comparison import Comparison, seeds_text
 
-    stored = Comparison.read(Path(out))
-    recipes, seeds = ",".join(stored.recipes) or "bf16", seeds_text(stored.seeds, stored.config.seed)
-    return build(given, Options.of(stored.config, recipes=recipes, seeds=seeds, gradient_steps=stored.gradient_steps))
+        stored = Comparison.read(Path(out))
+        recipes, seeds = ",".join(stored.recipes) or "bf16", seeds_text(stored.seeds, stored.config.seed)
+        default = Options.of(stored.config, recipes=recipes, seeds=seeds, gradient_steps=stored.gradient_steps)
+    else:
+        default = Options.of(begin_config(given))
+    options: Options = build(given, default)
+    if not options.recipes.replace(",", "").strip():
+        raise ValueError("recipes is empty: name recipes, separated by commas")
+    if not options.resume:
+        announce(f"compares bf16 and {options.recipes}: {describe_new_run(options.config, given, 'seed')}")
+    return options
 
 
 def run(options: Options) -> None:
     """Compare.
 
     Raises:
-        ValueError: torchrun has started several processes, which would write the same runs, or no recipe is named; or
-            as for `octile.train.compare.compare.compare`, which raises the other exceptions, too.
+        Exception: what `octile.train.compare.compare.compare` raises.
     """
-    check_one_process("octile compare")
-    if not options.recipes.replace(",", "").strip():
-        raise ValueError("recipes is empty: name recipes, separated by commas")
-    config = options.config
-    if not options.resume:
-        announce(f"compares bf16 and {options.recipes}: {describe_new_run(config, options.model_file, 'seed')}")
     with importing():
         from octile.train.compare.compare import compare
         from octile.train.compare.comparison import parse_seeds
         from octile.train.run.console import RunConsole
 
     seeds, recipes = parse_seeds(options.seeds, options.seed), tuple(options.recipes.split(","))
-    compare(config, recipes, options.out, RunConsole(), seeds, options.gradient_steps, options.resume)
+    compare(options.config, recipes, options.out, RunConsole(), seeds, options.gradient_steps, options.resume)
