@@ -250,6 +250,7 @@ ROOMS = (  # from the last to the first: what the rooms are for, their color, an
         "amber",
         (
             ("lab", "what 8 bits do"),
+            ("lab_options", "its commands"),
             ("rl", "rewards, GRPO"),
             ("train", "data, loop, compare"),
             ("plan", "time, memory"),

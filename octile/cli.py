@@ -60,7 +60,7 @@ COMMANDS: Mapping[str, Command | CommandGroup] = {
         "octile.bench.command",
         "Measure GEMMs, quantization, a training step, training or serving on this machine, compared with a peer.",
     ),
-    "lab": CommandGroup("octile.lab.commands", "Study FP8 numerics: number formats, accumulation, the GEMMs of a run."),
+    "lab": CommandGroup("octile.lab_options", "Study FP8 numerics: number formats, accumulation, the GEMMs of a run."),
     "plan": CommandGroup(
         "octile.plan.commands",
         "Plan training on many GPUs: time, memory and cost on a cluster, and pipeline schedules.",

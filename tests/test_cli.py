@@ -155,10 +155,14 @@ def test_help_shows_the_defaults_of_a_preset(capsys, command):
 
 @pytest.mark.parametrize(
     "command",
-    [[], *([name] for name in COMMANDS if name != "lab"), *(["plan", name] for name in COMMANDS["plan"].commands)],
+    [
+        [],
+        *([name] for name in COMMANDS),
+        *([group, name] for group in ("lab", "plan") for name in COMMANDS[group].commands),
+    ],
     ids=" ".join,
 )
-def test_help_loads_no_torch(command):  # but for the lab's, whose package has functions with the names of modules
+def test_help_loads_no_torch(command):
     code = f"import sys, octile.cli; octile.cli.main([*{command}, '--help']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
 

@@ -22,7 +22,7 @@ Questions about a model or a capture:
     hardware        error and traffic with other hardware
     preflight       layers of a model that would lose too much in 8 bits; preflight_check compares with a real step
 
-`octile lab` has a command for most of these: `commands` is the table, `pages/` has a file for each.
+`octile lab` has a command for most of these: `pages/` has a file for each, and `octile.lab_options` the table.
 """
 
 from octile.lab.preflight import preflight

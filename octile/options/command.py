@@ -21,6 +21,7 @@ from typing import Any
 
 from octile.options.help import help_text, overview_text
 from octile.options.parse import HELP, HELP_ALL, Given, parse
+from octile.signals import importing
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,14 @@ class Command:
         summary: line in the list of the commands.
         check: called with its options before it runs.
         arguments: further arguments of its `run`, which come from a later room.
+        runs_in: name of the module that has `run`, imported once the options are checked; `module` if not given.
     """
 
     module: str
     summary: str
     check: Callable[[Any], None] | None = None
     arguments: tuple[Any, ...] = ()
+    runs_in: str | None = None
 
     def load(self) -> ModuleType:
         """Import the module."""
@@ -61,6 +64,9 @@ class Command:
             options = module.read(given) if hasattr(module, "read") else given.build(_defaults(module, given))
             if self.check:
                 self.check(options)
+            if self.runs_in is not None:
+                with importing():
+                    module = import_module(self.runs_in)
             module.run(options, *self.arguments)
 
     def help(self, name: str, words: Sequence[str]) -> str:

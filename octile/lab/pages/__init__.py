@@ -1,7 +1,7 @@
 """The commands of `octile lab`, one file each. All but `capture` write an HTML page.
 
-A command is a module with a dataclass `Options` (the command line) and a function `run(options)`. A new command is one
-such module and one entry in `octile.lab.commands`.
+A command is a module here with a function `run(options)`, and one with the dataclass `Options`, its command line, in
+`octile.lab_options`, which has the table of the commands.
 
     page.py        shared parts of the commands: tables, sections, the page itself, lists on the command line
     figures.py     shared parts of the figures: colors, legends, heat maps

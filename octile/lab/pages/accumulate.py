@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import torch
 from rich.progress import track
@@ -21,6 +20,7 @@ from octile.lab.pages.page import (
     write_lab_page,
 )
 from octile.lab.tensor_core.architectures import EVIDENCE, find_instruction
+from octile.lab_options.accumulate import Options
 from octile.report.console import Console
 from octile.report.style import COLOR, PHONE, WIDE, label_ends, style_axes
 from octile.report.svg import make_chart
@@ -41,29 +41,6 @@ FLAT = 1.1  # the worst of some ten thousand sums varies by this factor between 
 DATA = {"normal": "both signs, N(0, 1)", "positive": "one sign, |N(0, 1)|"}
 INTERVAL_COLOR = {None: "vermilion", 128: "blue", 32: "green", 64: "cyan", 256: "purple"}
 Key = tuple[str, int | None, int]  # data, promote_every, K
-
-
-@dataclass(frozen=True)
-class Options:
-    """Measure the error of long FP8 sums in a tensor core, by their length, their data and the promotion interval.
-
-    Attributes:
-        k: lengths of the sums, separated by commas.
-        data: normal (both signs), positive (one sign), or both, separated by a comma.
-        promote: promotion intervals, separated by commas; never for no promotion.
-        arch: the tensor core: sm_80, sm_89, sm_90, sm_90_mma or sm_100.
-        fmt: e4m3 or e5m2.
-        out: the page to write.
-        json: print JSON and write no page.
-    """
-
-    k: str = "256,512,1024,2048,4096,8192,16384"
-    data: str = "normal,positive"
-    promote: str = "32,64,128,256,never"
-    arch: str = "sm_90"
-    fmt: Literal["e4m3", "e5m2"] = "e4m3"
-    out: Path = Path("lab/accumulate.html")
-    json: bool = False
 
 
 def run(options: Options) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +29,7 @@ from octile.lab.pages import real_tensors_figures as real
 from octile.lab.pages.figures import SNR_MEANING
 from octile.lab.pages.page import Section, power, write_lab_page
 from octile.lab.real_tensors import RealTensors, real_tensors
-from octile.options import Positional
+from octile.lab_options.formats import Options
 from octile.report.console import Console
 from octile.report.style import PHONE, WIDE
 from octile.report.svg import Chart, make_chart
@@ -40,21 +40,6 @@ OCTAVES = list(range(-20, 18))
 UPDATE, TIMES = 1e-3, 1000
 LOSS_SCALE = 2.0**16
 COLUMNS = ("format", "bits", "largest", "normal ≥", "smallest", "epsilon", "values", "in 1…2", "octaves", "bits/FP32")
-
-
-@dataclass(frozen=True)
-class Options:
-    """Show the values, gaps and ranges of every number format, as a table and as figures.
-
-    Attributes:
-        run: a finished run, whose activations and gradients the figures use; by default an untrained tiny model's.
-        out: the page to write.
-        json: print JSON and write no page.
-    """
-
-    run: Positional[Path | None] = None
-    out: Path = Path("lab/formats.html")
-    json: bool = False
 
 
 def run(options: Options) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,35 +16,12 @@ from octile.lab.pages.figures import TERMS
 from octile.lab.pages.page import Section, write_lab_page
 from octile.lab.tensor_core.architectures import EVIDENCE, find_instruction
 from octile.lab.what_if import noise_to_db, select_gemms
-from octile.options import Positional
+from octile.lab_options.hardware import Options
 from octile.report.console import Console
 from octile.report.style import PHONE, WIDE
 from octile.report.svg import Chart, make_chart
 from octile.report.table import Table, screen_table
 from octile.text import format_bytes, format_count, format_signed
-
-
-@dataclass(frozen=True)
-class Options:
-    """Estimate what DeepSeek-V3's suggestions to hardware makers would bring to a captured step, in error and in bytes.
-
-    Attributes:
-        capture: a file that octile lab capture wrote.
-        layers: patterns of layer names, separated by commas.
-        products: the GEMMs to measure, fprop, dgrad or wgrad, separated by commas; by default all in the capture.
-        sample: the number of rows of each operand to multiply.
-        seed: the seed with which the rows are drawn.
-        out: the page to write.
-        json: print JSON and write no page.
-    """
-
-    capture: Positional[Path]
-    layers: str = "*"
-    products: str | None = None
-    sample: int = 32
-    seed: int = 0
-    out: Path = Path("lab/hardware.html")
-    json: bool = False
 
 
 def run(options: Options) -> None:
@@ -54,8 +30,6 @@ def run(options: Options) -> None:
     Raises:
         FileNotFoundError, ValueError: the capture cannot be read, or an option is invalid.
     """
-    if options.sample < 1:
-        raise ValueError(f"sample must be at least 1, not {options.sample}")
     names = parse_gemm_names(options.products) if options.products else None
     capture = load(options.capture)
     measured = select_gemms(capture, options.layers, names)

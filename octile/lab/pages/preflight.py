@@ -18,7 +18,7 @@ from octile.lab.pages.page import Section, write_lab_page
 from octile.lab.preflight import GemmKey, Preflight, check_recipe, preflight
 from octile.lab.preflight_check import observe_batch
 from octile.lab.what_if import Error
-from octile.options import Positional
+from octile.lab_options.preflight import Options
 from octile.recipe import Recipe
 from octile.report.console import Console, progress_bar
 from octile.report.style import COLOR, PHONE, WIDE, lay_out, style_axes
@@ -33,44 +33,9 @@ if TYPE_CHECKING:
     from octile.models.deepseek_v3 import DeepseekV3
 
 MAX_ROWS = 12  # of the table in the terminal
-MAX_SNR = 200  # dB, of the least SNR that is asked for, in either direction; FP32 has 150
 MIN_BATCHES = 2  # with one, nothing tells how sure the advice is
 MIN_BAND = 0.05  # of the scatter's height, the band of what stays in BF16, which is wide enough for its label
-MIN_SAMPLE = 16  # rows; with fewer the SNR of a GEMM is off by more than 2 dB (experiments/preflight)
 MIN_TOKENS = 128  # of a batch, for an expert on average: wgrad quantizes tiles of 128 tokens
-
-
-@dataclass(frozen=True)
-class Options:
-    """Predict which layers of a model lose too much in 8 bits, and write a recipe that leaves them in BF16.
-
-    Attributes:
-        model: a run folder, of which the newest checkpoint is read, or the Hugging Face folder of a DeepSeek model.
-        recipe: the recipe to check.
-        text: the text that the model reads: a text file, a folder, hf:NAME, stdlib or packages.
-        batches: the number of batches, at least 2, each of which is a prediction of its own.
-        batch_size: the number of sequences in a batch.
-        sequence_length: the number of tokens in a sequence.
-        least_snr: a GEMM with a lower signal-to-noise ratio, in dB, is advised to stay in BF16.
-        sample: the number of rows of each operand to multiply, at least 16.
-        seed: the seed with which the rows are drawn.
-        write: the recipe to write, for octile train --recipe.
-        out: the page to write.
-        json: print JSON and write no page.
-    """
-
-    model: Positional[Path]
-    recipe: str = "deepseek_v3"
-    text: str = "stdlib"
-    batches: int = 4
-    batch_size: int = 4
-    sequence_length: int = 128
-    least_snr: float = 20.0
-    sample: int = 32
-    seed: int = 0
-    write: Path = Path("lab/recipe.toml")
-    out: Path = Path("lab/preflight.html")
-    json: bool = False
 
 
 def run(options: Options) -> None:
@@ -80,15 +45,6 @@ def run(options: Options) -> None:
         FileNotFoundError, ValueError: the model, its tokenizer, the text or the recipe cannot be read, or an option is
             invalid.
     """
-    for name in ("batches", "batch_size", "sequence_length"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"{name} must be at least 1, not {getattr(options, name)}")
-    if options.sample < MIN_SAMPLE:
-        raise ValueError(
-            f"sample must be at least {MIN_SAMPLE}, not {options.sample}: the advice would depend on the rows drawn"
-        )
-    if not abs(options.least_snr) <= MAX_SNR:
-        raise ValueError(f"least_snr must be from -{MAX_SNR} to {MAX_SNR} dB, not {options.least_snr}")
     from octile.checkpoint.hugging_face import read_model_config
 
     recipe = Recipe.named(options.recipe)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from octile.options import Positional
+from octile.lab_options.recompute import Options
 from octile.report.console import Console, progress_bar
 from octile.report.table import Table, screen_table
 from octile.text import format_count
@@ -20,24 +20,6 @@ from octile.text import format_count
 if TYPE_CHECKING:
     from octile.lab.operators import Comparison, Compute, Recording
     from octile.models.deepseek_v3 import DeepseekV3
-
-
-@dataclass(frozen=True)
-class Options:
-    """Recompute on this machine's CPU what `octile lab rollout --record` has recorded on another one.
-
-    Attributes:
-        model: the run or Hugging Face folder that was recorded.
-        recording: the file.
-        functions: a file of the approximate functions of that GPU (.npz), with which its exponential, reciprocals and
-            orders of sums are computed, too.
-        json: print JSON.
-    """
-
-    model: Positional[Path]
-    recording: Positional[Path]
-    functions: Path | None = None
-    json: bool = False
 
 
 class Way(NamedTuple):

@@ -6,18 +6,16 @@ import gc
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from octile.checkpoint.files import check_output_file
-from octile.options import Positional
+from octile.lab_options.rollout import Mode, Options
 from octile.report.console import Console, progress_bar
 from octile.report.table import Table, screen_table
 from octile.text import format_count
-from octile.validation import Range, check_fields
 
 if TYPE_CHECKING:
     from octile.lab.rollout import Agreement, Difference, DraftCounts, Text
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
     from octile.serve.weights.weights import ServedWeights
 
 MAX_SEARCHED = 8  # texts in which the first block that differs is looked for
-Mode = Literal["exact", "batch_invariant", "default"]
 OPTION_OF_FIELD = {  # of the engine's options that an error may name
     "engine.max_batch": "--max-batch",
     "engine.max_step_tokens": "--max-step-tokens",
@@ -35,44 +32,6 @@ OPTION_OF_FIELD = {  # of the engine's options that an error may name
     "engine.exact": "--mode exact",
     "engine.batch_invariant": "--mode batch_invariant",
 }
-
-
-@dataclass(frozen=True)
-class Options:
-    """Compare the log-probabilities of a served model with those of a training forward pass, token by token.
-
-    Attributes:
-        model: a run folder, or the Hugging Face folder of a DeepSeek model.
-        mode: how the engine computes: exact, batch_invariant or default. If not given, exact for weights of the recipe
-            exact, and default for others.
-        tokens: decoded tokens to compare, at least; each text has as many as new_tokens says.
-        new_tokens: decoded tokens of a text. Prompts are cut to what these leave of the model's context.
-        drafts: draft tokens per request and step at most.
-        max_batch: texts that the engine decodes at once.
-        max_step_tokens: tokens of one forward pass of the engine; longer prompts are prefilled in chunks.
-        text: the text that prompts are cut from: a text file, a folder, hf:NAME, stdlib or packages.
-        seed: determines prompts and samples.
-        record: a file for octile lab recompute, with the texts and the operators of a training forward pass.
-        json: print JSON.
-
-    Raises:
-        TypeError, ValueError: an option has another type or is outside its range.
-    """
-
-    model: Positional[Path]
-    mode: Mode | None = None
-    tokens: Annotated[int, Range(at_least=1, at_most=2**31)] = 2000
-    new_tokens: Annotated[int, Range(at_least=1, at_most=2**20)] = 64
-    drafts: Annotated[int, Range(at_least=0, at_most=7)] = 0
-    max_batch: Annotated[int, Range(at_least=1, at_most=4096)] = 32
-    max_step_tokens: Annotated[int, Range(at_least=1, at_most=2**20)] = 512
-    text: str = "stdlib"
-    seed: int = 0
-    record: Path | None = None
-    json: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 def run(options: Options) -> None:

@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from octile.lab.pages.page import Section, parse_intervals, parse_words, write_l
 from octile.lab.tensor_core.architectures import ARCHITECTURES, EVIDENCE
 from octile.lab.variants import PUBLISHED, REFERENCES, SearchSpace, Variant, operands_of
 from octile.lab.what_if import Rank, WhatIf, noise_to_db, select_gemms, what_if
-from octile.options import Positional
+from octile.lab_options.what_if import Options
 from octile.recipe import GemmName, Recipe
 from octile.report.console import Console
 from octile.report.table import Table, screen_table
@@ -33,44 +33,6 @@ COLUMNS = (
 )
 MARK = "*"  # at the combination of the run's recipe
 SNR_MEANING = "SNR is about all errors, with noise over signal averaged over the GEMMs."
-
-
-@dataclass(frozen=True)
-class Options:
-    """Compute a captured step's GEMMs in every combination of format, block, scale rule, promotion and tensor core.
-
-    Attributes:
-        captures: files that octile lab capture wrote. The first is computed in all combinations; the others show how
-            the error of its layers changes between steps.
-        layers: patterns of layer names, separated by commas. Of a layer's experts, the one with most tokens is used.
-        products: the GEMMs, fprop, dgrad or wgrad, separated by commas; by default all in the capture.
-        formats: e4m3, e5m2, e5m6, int8, mx (with 1×32 blocks) or nvfp4 (with its own blocks and scales).
-        blocks: tensor, row, 1x128, 128x128 (for weights; other operands have 1x128) or 1x32.
-        scales: float32, up, nearest, down (powers of two) or ocp (the rule of MX).
-        promote: intervals after which the tensor core's sum is promoted to FP32; never for no promotion.
-        arch: sm_80, sm_89, sm_90, sm_90_mma, sm_100, fp32 or exact.
-        sample: the number of rows of each operand to multiply.
-        seed: the seed with which the rows are drawn.
-        top: the number of combinations to list for each format.
-        tokenizer: a tokenizer's file or folder; by default the run's own, if the capture is in its folder.
-        out: the page to write.
-        json: print JSON and write no page.
-    """
-
-    captures: Positional[tuple[Path, ...]]
-    layers: str = "*"
-    products: str | None = None
-    formats: str = "e4m3,e5m2,e5m6,int8,mx,nvfp4"
-    blocks: str = "tensor,row,1x128,128x128,1x32"
-    scales: str = "float32,up,nearest,down,ocp"
-    promote: str = "32,128,never"
-    arch: str = "sm_90,exact"
-    sample: int = 32
-    seed: int = 0
-    top: int = 4
-    tokenizer: Path | None = None
-    out: Path = Path("lab/what_if.html")
-    json: bool = False
 
 
 def run(options: Options) -> None:
@@ -93,8 +55,6 @@ def run(options: Options) -> None:
         parse_words(options.arch),
     )
     names = parse_gemm_names(options.products) if options.products else None
-    if options.top < 1:
-        raise ValueError(f"top must be at least 1, not {options.top}")
     captures = [load(path) for path in options.captures]
     text_of = token_texts(options.tokenizer, options.captures[0])
     selected = [select_gemms(capture, options.layers, names) for capture in captures]
