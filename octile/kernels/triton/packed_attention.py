@@ -42,13 +42,13 @@ def backward(
     (rows, heads, x), values, texts = q.shape, v.shape[2], len(cu_seqlens) - 1
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     delta = torch.empty_like(lse)
-    of_products = launch_config.OUTPUT_PRODUCTS
+    blocks = launch_config.OUTPUT_PRODUCTS
     strides = [stride for t in (q, k, v, do) for stride in t.stride()[:2]]
     given = q, k, v, do, lse, delta
     sizes: dict[str, Any] = channels(x, values) | {"PRECISION": "ieee" if q.dtype == torch.float32 else "tf32"}
     with torch.cuda.device_of(q):
-        output_products[(triton.cdiv(rows, of_products["ROWS"]), heads)](
-            o, do, delta, rows, *o.stride()[:2], *do.stride()[:2], V=values, VS=sizes["VS"], **of_products
+        output_products[(triton.cdiv(rows, blocks["ROWS"]), heads)](
+            o, do, delta, rows, *o.stride()[:2], *do.stride()[:2], V=values, VS=sizes["VS"], **blocks
         )
         settings = _settings(q, v, "KEY_GRADIENTS")
         key_gradients[count_programs(rows, texts, settings["KEYS"]), heads](
