@@ -256,8 +256,8 @@ class Service:
         requests = list[Request]()
         for prompt in prompts:
             if body.max_tokens == 0:
-                self._new_tokens(prompt, None, "prompt")
-            new_tokens = 1 if body.max_tokens == 0 else self._new_tokens(prompt, body.max_tokens or 16, "max_tokens")
+                self._new_tokens(prompt, "prompt", None)
+            new_tokens = 1 if body.max_tokens == 0 else self._new_tokens(prompt, "prompt", body.max_tokens or 16)
             choices = [body.sampling(new_tokens, body.logprobs, i, *given) for i in range(body.n or 1)]
             requests += self._requests(prompt, choices)
         echo = None
@@ -291,8 +291,8 @@ class Service:
         rendered = self.render(body, lambda text: self._check_length(text, "messages"))
         prompt = rendered.tokens
         wanted = body.max_completion_tokens or body.max_tokens
-        name = "max_completion_tokens" if body.max_completion_tokens else "max_tokens" if wanted else "messages"
-        new_tokens = self._new_tokens(prompt, wanted, name)
+        name = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
+        new_tokens = self._new_tokens(prompt, "messages", wanted, name)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         is_bound = body.format_field or body.has_bound_calls
         grammar = self._grammars.of_message(body, rendered, form) if is_bound else ""
@@ -356,25 +356,36 @@ class Service:
         """Raise ApiError, 400, if a text is too long for the context whatever its tokens are."""
         fewest = self.tokenizer.fewest_tokens(text)
         if fewest >= self.context:
-            raise self._too_long(f"at least {format_count(fewest, 'token')} and at least one new token is needed", name)
+            raise self._prompt_too_long(f"at least {fewest}", name)
 
-    def _new_tokens(self, prompt: Sequence[int], wanted: int | None, name: str) -> int:
+    def _new_tokens(self, prompt: Sequence[int], field: str, wanted: int | None, name: str = "max_tokens") -> int:
         """The limit of a choice's tokens: what it asks for, or the rest of the context.
+
+        Args:
+            prompt: its tokens.
+            field: the field that they come from.
+            wanted: what the choice asks for; None: the rest of the context.
+            name: the field that asks for it.
 
         Raises:
             ApiError: 400, prompt and new tokens exceed the context, or the limit of new tokens is exceeded.
         """
         limit, rest = self.limits.new_tokens or self.context, self.context - len(prompt)
-        if rest < (wanted or 1):
-            asked = f"{name} is {wanted}" if wanted else "at least one new token is needed"
-            raise self._too_long(f"{format_count(len(prompt), 'token')} and {asked}", name)
+        if rest < 1:
+            raise self._prompt_too_long(str(len(prompt)), field)
+        if wanted is not None and wanted > rest:
+            raise self._exceeds_context(f"{name} is too large", f"{len(prompt)} and {name} is {wanted}", name)
         if wanted is not None and wanted > limit:
             raise ApiError(400, f"{name} must be at most {limit}, the limit of this server, not {wanted}", name)
         return min(limit, rest) if wanted is None else wanted
 
-    def _too_long(self, what: str, name: str) -> ApiError:
-        limit = f"together they must not exceed the model's context of {format_count(self.context, 'token')}"
-        return ApiError(400, f"the prompt has {what}: {limit}", name, INVALID_LENGTH)
+    def _prompt_too_long(self, tokens: str, name: str) -> ApiError:
+        return self._exceeds_context("the prompt is too long", f"{tokens}, and one new token is needed", name)
+
+    def _exceeds_context(self, wrong: str, given: str, name: str) -> ApiError:
+        # LangChain, LiteLLM and others know this error by these words, and read the number without a comma
+        limit = f"this model's maximum context length is {self.context} tokens"
+        return ApiError(400, f"{wrong}: {limit}, but the prompt has {given}", name, INVALID_LENGTH)
 
     async def _respond(
         self, request: HttpRequest, form: type[B], read: Callable[[B], Job], count_choices: Callable[[B], int]

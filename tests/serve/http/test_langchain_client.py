@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("fastapi", reason="octile[serve] is not installed")
 pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
 
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
@@ -53,6 +54,11 @@ def test_an_answer(served):
     assert f"<|begin|>{PROMPT}".startswith(answer.content)
     assert answer.response_metadata["finish_reason"] == "length"
     assert answer.usage_metadata["output_tokens"] == 30
+
+
+def test_a_prompt_that_is_too_long_is_the_error_that_fallbacks_catch(served):
+    with pytest.raises(ContextOverflowError):
+        chat_model(served).invoke("x(" * served.service.context)
 
 
 def test_a_stream_has_the_text_of_the_answer_and_its_usage(served):

@@ -227,13 +227,27 @@ def test_a_wrong_field_of_a_stream_has_its_status_too(served):
 def test_a_prompt_that_exceeds_the_context(served):
     context = served.service.context
     error = error_of(post(served, "completions", {**COMPLETION, "prompt": [5] * context}), 400)
-    assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
-    assert f"the prompt has {context:,} tokens and max_tokens is 16" in error["message"]
-    error = error_of(
-        post(served, "chat/completions", {**CHAT, "messages": [{"role": "user", "content": "x(" * context}]}), 400
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+    assert error["message"] == (
+        f"the prompt is too long: this model's maximum context length is {context} tokens, "
+        f"but the prompt has {context}, and one new token is needed"
     )
-    assert "at least one new token is needed" in error["message"]
+    messages = [{"role": "user", "content": "x(" * context}]
+    error = error_of(post(served, "chat/completions", {**CHAT, "messages": messages}), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    assert error["message"].startswith("the prompt is too long: this model's maximum context length is ")
     assert served.is_idle()
+
+
+def test_new_tokens_that_exceed_the_context_with_the_prompt(served):
+    context = served.service.context
+    body = {**COMPLETION, "prompt": [5] * (context - 9), "max_tokens": 10}
+    error = error_of(post(served, "completions", body), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
+    assert error["message"] == (
+        f"max_tokens is too large: this model's maximum context length is {context} tokens, "
+        f"but the prompt has {context - 9} and max_tokens is 10"
+    )
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])

@@ -254,7 +254,7 @@ def test_a_response_repeats_its_tools(respond):
         ({"reasoning": {"summary": "long"}}, "reasoning.summary",
          "reasoning.summary must be 'auto', 'concise' or 'detailed', not 'long'"),
         ({"max_output_tokens": 10**6}, "max_output_tokens",
-         "the prompt has 5 tokens and max_output_tokens is 1000000: together they must not exceed"),
+         "max_output_tokens is too large: this model's maximum context length is "),
         ({"top_logprobs": 2}, "top_logprobs", "top_logprobs needs include message.output_text.logprobs"),
         ({"include": ["file_search_call.results"]}, "include.0", "include.0 must be "),
         ({"include": ["message.output_text.logprobs"]}, "include",
