@@ -7,6 +7,7 @@ the colon of `vllm:` for recording rules.)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -32,6 +33,9 @@ COUNTERS = {  # a field of Stats: its name at /metrics and what it counts
     ),
 }
 
+# Prometheus sees no increase in a counter that begins with 1, so those of alerts begin with 0
+ALERT_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+ALERT_STATUSES = (200, 500, 503, 504)
 
 EXEMPLAR_CHARACTERS = 128  # of all names and values, in OpenMetrics
 
@@ -54,10 +58,14 @@ class Metrics(Observer):
         self._whole = self._histogram("e2e_request_latency_seconds", "Time from a request to its last token.", LONG)
         labels = ("model_name", "finished_reason")
         self._ended = Counter("octile_request_success", "Choices that have ended.", labels, registry=self._registry)
+        for reason in FinishReason:
+            self._ended.labels(model, str(reason))
         text = "Time of an update of the weights, with what it waits for."
         self._updates = self._histogram("weights_update_seconds", text, LONG)
         labels = ("path", "status")
         self._responses = Counter("octile_http_responses", "Responses.", labels, registry=self._registry)
+        for path, status in product(ALERT_PATHS, ALERT_STATUSES):
+            self._responses.labels(path, str(status))
 
     def first_token(self, seconds: float, name: str) -> None:  # noqa: D102
         self._first.observe(seconds, _exemplar(name))

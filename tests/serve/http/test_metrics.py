@@ -59,7 +59,7 @@ def test_a_prompt_that_the_model_does_not_know_is_counted_as_a_response_alone(se
     found = values(served)
     assert found["octile_http_responses_total /v1/completions 400"] == 1
     assert served.engine.added == found["octile_e2e_request_latency_seconds_count"] == 0
-    assert not [name for name in found if name.startswith("octile_request_success_total")]
+    assert [value for name, value in found.items() if name.startswith("octile_request_success_total")] == [0] * 4
 
 
 def test_what_runs_now(serve):
@@ -73,6 +73,15 @@ def test_what_runs_now(serve):
     assert found["octile_kv_cache_usage_perc"] == pytest.approx(0.03)
     wait_until(served.is_idle)
     assert values(served)["octile_request_success_total canceled"] == 3
+
+
+def test_what_alerts_are_about_begins_with_0(serve):
+    found = values(serve())
+    for reason in ("stop", "length", "canceled", "error"):
+        assert found[f"octile_request_success_total {reason}"] == 0
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
+        for status in (200, 500, 503, 504):
+            assert found[f"octile_http_responses_total {path} {status}"] == 0
 
 
 def test_steps_that_are_launched_ahead_are_counted():
