@@ -21,9 +21,11 @@ from octile.cli import COMMANDS, main
 from octile.models.config import ModelConfig, RopeScaling
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.options import Command
+from octile.options.fields import options_of
 from octile.options.names import SETTINGS_FILES, with_options
-from octile.options.parse import parse
+from octile.options.parse import OTHER_WORDS, parse
 from octile.serve.engine.engine import Engine
+from octile.serve.http import command as serve_command
 from octile.serve.newest_run import newest_run
 from octile.tokenizer import Tokenizer
 from octile.train import command as train_command
@@ -293,6 +295,25 @@ def test_unknown_recipe(capsys, text, tmp_path):
 )
 def test_options_that_are_wrong(capsys, options, message):
     assert message in refused(capsys, "train", *options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--served-model-name", "a"], "--served-model-name is unknown; perhaps you meant --model-name"),
+        (["--max_num_seqs=8"], "--max_num_seqs is unknown; perhaps you meant --engine.max-batch"),
+        (["-tp", "2"], "-tp is unknown; perhaps you meant --parallel.tp"),
+        (["--model", "a"], "--model is unknown; perhaps you meant RUN"),
+    ],
+)
+def test_options_of_other_servers_are_refused_with_octiles(capsys, options, message):
+    assert message in refused(capsys, "serve", *options)
+
+
+def test_words_of_other_programs_lead_to_options_that_there_are():
+    classes = train_command.Options, serve_command.Options
+    names = {option.name for cls in classes for option in options_of(cls)}
+    assert {name for meant in OTHER_WORDS.values() for name in meant} <= names
 
 
 @pytest.fixture

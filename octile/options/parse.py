@@ -14,11 +14,34 @@ from octile.options.names import WORD_MARKS, with_options
 from octile.options.values import OptionError, value_of
 from octile.validation import annotations_of
 
-OTHER_WORDS = {  # names of other trainers' options, and what is given instead
+OTHER_WORDS = {  # names of other trainers' and servers' options, and what is given instead
     "epoch": ("--steps", "--tokens"),
     "epochs": ("--steps", "--tokens"),
     "num-epochs": ("--steps", "--tokens"),
     "num-train-epochs": ("--steps", "--tokens"),
+    # vLLM's, and SGLang's
+    "model": ("RUN",),
+    "model-path": ("RUN",),
+    "served-model-name": ("--model-name",),
+    "max-num-seqs": ("--engine.max-batch",),
+    "max-running-requests": ("--engine.max-batch",),
+    "max-num-batched-tokens": ("--engine.max-step-tokens",),
+    "chunked-prefill-size": ("--engine.max-step-tokens",),
+    "num-speculative-tokens": ("--engine.n-drafts",),
+    "speculative-config": ("--engine.n-drafts",),
+    "gpu-memory-utilization": ("--cache.gib",),
+    "kv-cache-memory-bytes": ("--cache.gib",),
+    "mem-fraction-static": ("--cache.gib",),
+    "kv-cache-dtype": ("--cache.format",),
+    "tensor-parallel-size": ("--parallel.tp",),
+    "tp-size": ("--parallel.tp",),
+    "enable-expert-parallel": ("--parallel.ep",),
+    "ep-size": ("--parallel.ep",),
+    "enable-eplb": ("--parallel.redundant-experts",),
+    "enable-auto-tool-choice": ("--tool-call-parser",),
+    "generation-config": ("--sampling-defaults",),
+    "enable-log-requests": ("--access-log",),
+    "shutdown-timeout": ("--limits.drain",),
 }
 HELP, HELP_ALL = frozenset({"-h", "--help"}), "--help-all"
 
@@ -146,7 +169,8 @@ def _assign(options: Sequence[Option], refused: Mapping[str, str], words: list[s
         if name in refused:
             raise OptionError(name, refused[name])
         if option is None or not typed.startswith("--"):
-            raise OptionError(typed, f"is unknown{_suggestion(name, [*named, *negations, '--help', HELP_ALL])}")
+            known = [*(option.name for option in options), *negations, "--help", HELP_ALL]
+            raise OptionError(typed, f"is unknown{_suggestion(name, known)}")
         if option.is_flag:
             if equals:
                 raise OptionError(name, f"takes no value, but {assigned!r} is given")
@@ -197,7 +221,7 @@ def _needs_values(name: str, count: int, following: str, known: Collection[str])
 
 def _suggestion(name: str, known: Sequence[str]) -> str:
     """Name the options that could be meant: of the same last word or purpose, or those that are written alike."""
-    last = name.removeprefix("--").rpartition(".")[2]
+    last = name.lstrip("-").rpartition(".")[2]
     alike = (
         [each for each in known if each.rpartition(".")[2] == last]
         or [each for each in OTHER_WORDS.get(last, ()) if each in known]
