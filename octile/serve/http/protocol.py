@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -43,6 +44,19 @@ NEEDED = {  # what pydantic would describe one member of the union after the oth
     "stop": f"a text, or a list of at most {MAX_STOPS} texts, none of them empty",
     "tool_choice": CHOICE_OF_TOOLS.format('{"type": "function", "function": {"name": NAME}}'),
     "content": f"a text, or a list of parts that are text, at most {MAX_PARTS}",
+}
+
+OTHER_NAMES = {  # what other servers and clients call a field, or where they have it
+    "guided_json": ("structured_outputs.json",),  # of older vLLMs
+    "guided_regex": ("structured_outputs.regex",),
+    "guided_choice": ("structured_outputs.choice",),
+    "guided_grammar": ("structured_outputs.grammar",),
+    "enable_thinking": ("chat_template_kwargs.enable_thinking",),
+    "thinking": ("chat_template_kwargs.thinking",),
+    "max_new_tokens": ("max_tokens", "max_output_tokens"),
+    "max_completion_tokens": ("max_tokens", "max_output_tokens"),
+    "max_tokens": ("max_output_tokens",),
+    "messages": ("input",),
 }
 
 WORDING = {  # pydantic's name of an error: what the field must be
@@ -98,10 +112,18 @@ class Body(BaseModel):
     def _has_no_other_fields(self) -> Self:
         for name, value in (self.model_extra or {}).items():  # extra="forbid" would describe each of them
             if name not in self.neutral:
-                raise PydanticCustomError("unknown_field", "{name}", {"name": name})
+                raise PydanticCustomError("unknown_field", "{name}", {"name": name, "meant": self._meant(name)})
             if not is_neutral(value, self.neutral[name]):
                 raise UnsupportedError(name, value, _one_of(self.neutral[name]))
         return self
+
+    def _meant(self, unknown: str) -> list[str]:
+        """The fields that could be meant by a name that is unknown; none, commonly."""
+        if len(unknown) > MAX_NAME:
+            return []
+        fields = [field.alias or name for name, field in type(self).model_fields.items()]
+        others = [name for name in OTHER_NAMES.get(unknown, ()) if name.partition(".")[0] in fields]
+        return others or get_close_matches(unknown, fields, n=1, cutoff=0.8)
 
 
 class StreamOptions(Body):
@@ -734,7 +756,8 @@ def describe(error: ValidationError, needed: Mapping[str, str]) -> tuple[str, st
         case "unknown_field":
             name = context["name"]
             field = ".".join([*where, name if name.isidentifier() and len(name) <= MAX_NAME else quoted(name)])
-            return f"{field} is unknown, or not supported here", field
+            meant = " or ".join(".".join([*where, each]) for each in context["meant"])
+            return f"{field} is unknown, or not supported here{f'; perhaps you meant {meant}' * bool(meant)}", field
         case "union_tag_invalid":
             kinds = re.findall(r"'a (\w+)'", context["expected_tags"])
             return (

@@ -261,7 +261,10 @@ def test_a_response_repeats_its_tools(respond):
          "include must not have message.output_text.logprobs: this server divides thoughts or calls from the text"),
         ({"input": [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "a"}]}]}, "input.0.summary",
          "input.0.summary must be empty: no summary was written here"),
-        ({"extra_body": {"messages": []}}, "messages", "messages is unknown, or not supported here"),
+        ({"extra_body": {"messages": []}}, "messages",
+         "messages is unknown, or not supported here; perhaps you meant input"),
+        ({"extra_body": {"max_tokens": 3}}, "max_tokens",
+         "max_tokens is unknown, or not supported here; perhaps you meant max_output_tokens"),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused(respond, fields, param, message):
