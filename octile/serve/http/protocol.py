@@ -430,7 +430,7 @@ class Message(Body):
     @model_validator(mode="after")
     def _is_supported(self) -> Self:
         if self.content is None and self.role != "assistant":
-            raise ValueError(f"content must be {NEEDED['content']}")
+            raise ValueError(f"content must be {NEEDED['content']}, not null")
         if self.thought and self.role != "assistant":
             name = "reasoning_content" if self.reasoning_content else "reasoning"
             raise ValueError(f"{name} is only for messages of the role 'assistant', not of {self.role!r}")
@@ -769,7 +769,8 @@ def describe(error: ValidationError, needed: Mapping[str, str]) -> tuple[str, st
     for i, name in enumerate(where, 1):
         if name in needed and (i == len(where) or name != "content"):
             field = ".".join(where[:i])
-            return f"{field} must be {needed[name]}", field
+            came = f", not {given}" if i == len(where) else ""  # otherwise it is a part of the field
+            return f"{field} must be {needed[name]}{came}", field
     bounds = {key: _in_json(value) for key, value in context.items()}
     wanted = WORDING[found["type"]].format(**bounds) if found["type"] in WORDING else found["msg"]
     return f"{field} must be {wanted}, not {given}", field
