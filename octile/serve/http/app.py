@@ -29,7 +29,7 @@ from octile.serve.http.service import Service
 from octile.serve.http.tokenization import detokenize, tokenize
 from octile.validation import quoted
 
-METHOD_NOT_ALLOWED, INTERNAL_ERROR = 405, 500
+NOT_FOUND, METHOD_NOT_ALLOWED, INTERNAL_ERROR = 404, 405, 500
 READ = ["GET", "HEAD"]  # monitors ask with HEAD
 UPDATES = {"/update_weights_from_disk", "/update_weights_from_tensor"}  # SGLang's names
 HEADER = "X-Request-Id"
@@ -161,8 +161,8 @@ def _v1(service: Service) -> APIRouter:
 
 def _refuse_kept_response(response_id: str) -> None:
     if response_id in ("input_tokens", "compact"):  # paths of OpenAI's, and no responses
-        raise ApiError(404, "Not Found")
-    raise ApiError(404, f"the response {quoted(response_id)} is unknown: {NOT_KEPT}", "response_id")
+        raise ApiError(NOT_FOUND, _no_path(f"/v1/responses/{response_id}"))
+    raise ApiError(NOT_FOUND, f"the response {quoted(response_id)} is unknown: {NOT_KEPT}", "response_id")
 
 
 def _tokenizers(service: Service) -> APIRouter:
@@ -321,7 +321,20 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     """An error of the router, such as an unknown path, in OpenAI's format; or the methods of a path, for OPTIONS."""
     if request.method == "OPTIONS" and error.status_code == METHOD_NOT_ALLOWED:
         return Response(status_code=204, headers={"allow": ", ".join([(error.headers or {})["Allow"], "OPTIONS"])})
-    return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
+    path, message = request.scope["path"], str(error.detail)
+    if error.status_code == NOT_FOUND:
+        message = _no_path(path)
+    elif error.status_code == METHOD_NOT_ALLOWED:
+        message = f"{path} has no method {request.method}, but {(error.headers or {})['Allow']}"
+    return ApiError(error.status_code, message, headers=error.headers).response()
+
+
+def _no_path(path: str) -> str:
+    """Say that there is no path, and which one could be meant: with or without /v1, as a client's base_url has it."""
+    asked = path.rstrip("/")
+    alike = [known for known in sorted(COUNTED_PATHS - {"/"}) if known.endswith(asked) or asked.endswith(known)]
+    meant = f"; perhaps you meant {' or '.join(alike)}" if asked and alike else ""
+    return f"there is no path {quoted(path)} here{meant}"
 
 
 def _host_name(host: str) -> str:

@@ -523,12 +523,15 @@ async def _read_body(request: HttpRequest, limit: int, deadline: float) -> bytes
         deadline: when the request's time is over, in the event loop's time.
 
     Raises:
-        ApiError: 415, it is announced as something else than JSON; 413, it has more bytes than the limit; 408, it does
-            not arrive in time.
+        ApiError: 415, it is announced as something else than JSON, or as compressed; 413, it has more bytes than the
+            limit; 408, it does not arrive in time.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # a browser then asks before it sends another site's request
         raise ApiError(415, f"content-type must be application/json, not {kind or 'missing'}")
+    coding = request.headers.get("content-encoding", "").strip().lower()
+    if coding not in ("", "identity"):
+        raise ApiError(415, f"content-encoding must be identity, not {coding}: compressed bodies are not read")
     announced = request.headers.get("content-length", "0")
     if int(announced) > limit:
         raise _too_large(limit)

@@ -309,10 +309,32 @@ def test_a_body_that_is_not_announced_as_json(served):
     assert error["message"] == "content-type must be application/json, not text/plain"
 
 
-def test_unknown_paths_and_methods(served):
-    assert error_of(httpx.get(f"{served.url}/v1/embeddings"), 404)["message"] == "Not Found"
-    assert error_of(httpx.get(f"{served.url}/v1/completions"), 405)["message"] == "Method Not Allowed"
-    assert error_of(post(served, "responses/input_tokens", RESPONSE), 404)["message"] == "Not Found"
+def test_a_body_that_is_compressed(served):
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    error = error_of(httpx.post(f"{served.url}/v1/completions", content=b"\x1f\x8b", headers=headers), 415)
+    assert error["message"] == "content-encoding must be identity, not gzip: compressed bodies are not read"
+
+
+def test_an_unknown_method(served):
+    error = error_of(httpx.get(f"{served.url}/v1/completions"), 405)
+    assert error["message"] == "/v1/completions has no method GET, but POST"
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/v1/embeddings", ""),
+        ("/v1/responses/input_tokens", ""),
+        ("/chat/completions", "; perhaps you meant /v1/chat/completions"),
+        ("/v1/v1/chat/completions", "; perhaps you meant /v1/chat/completions"),
+        ("/models", "; perhaps you meant /v1/models"),
+        ("//", ""),
+    ],
+)
+def test_an_unknown_path(served, path, meant):
+    error = error_of(httpx.post(f"{served.url}{path}", json=RESPONSE), 404)
+    assert error["message"] == f"there is no path '{path}' here{meant}"
 
 
 @pytest.mark.parametrize(("given", "status"), [("one", 200), ("two", 200), ("three", 401), (None, 401)])
