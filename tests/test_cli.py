@@ -744,6 +744,13 @@ def test_keys_that_no_client_can_send_are_refused(capsys, hf_folder, monkeypatch
     assert f"{variable} {line}" in refused(capsys, "serve", str(hf_folder))
 
 
+def test_a_key_of_the_environment_that_is_empty_is_refused(capsys, hf_folder, monkeypatch):
+    monkeypatch.setattr("octile.serve.http.serve_folder.serve", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setenv("OCTILE_API_KEY", "")
+    line = "OCTILE_API_KEY must not be empty: leave it unset to serve without a key"
+    assert line in refused(capsys, "serve", str(hf_folder))
+
+
 def test_a_key_of_clients_does_not_update_the_weights(capsys, hf_folder, monkeypatch):
     monkeypatch.setattr("octile.serve.http.serve_folder.serve", lambda *_: pytest.fail("the model was loaded"))
     monkeypatch.setenv("OCTILE_WEIGHTS_KEY", "secret")

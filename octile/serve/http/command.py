@@ -127,11 +127,14 @@ def run(options: Options) -> None:
 
     Raises:
         ImportError: a package of the extra `serve` is missing, or llguidance is too old.
-        ValueError: torchrun has started another number of ranks; the certificate or its key cannot be used; or as for
-            `octile.serve.http.serve_folder.serve`, which raises the other exceptions, too.
+        ValueError: torchrun has started another number of ranks; a key in the environment, the certificate or its key
+            cannot be used; or as for `octile.serve.http.serve_folder.serve`, which raises the other exceptions, too.
     """
     _check_ranks(options.parallel.ep)
-    check_key("OCTILE_API_KEY", os.environ.get("OCTILE_API_KEY", ""))
+    environment_key = os.environ.get("OCTILE_API_KEY")
+    if environment_key == "":  # such as that of a secret which is missing: the server would be open
+        raise ValueError("OCTILE_API_KEY must not be empty: leave it unset to serve without a key")
+    check_key("OCTILE_API_KEY", environment_key or "")
     weights_key = options.weights_key or os.environ.get("OCTILE_WEIGHTS_KEY") or None
     if weights_key is not None:
         check_key("OCTILE_WEIGHTS_KEY", weights_key)
@@ -147,7 +150,7 @@ def run(options: Options) -> None:
         require_llguidance()
     path = options.run or newest_run()
     name = options.model_name or path.resolve().name
-    keys = options.api_key + tuple(filter(None, [os.environ.get("OCTILE_API_KEY")]))
+    keys = options.api_key + tuple(filter(None, [environment_key]))
     with importing():
         from octile.parallel.device import pick_own_device
         from octile.serve.http.serve_folder import serve
