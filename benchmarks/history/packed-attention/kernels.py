@@ -1,0 +1,124 @@
+"""Times attention within packed texts: octile's kernels, torch's FlashAttention-2, cuDNN's for texts of one length.
+
+python kernels.py
+
+ms forward and backward, the median of eight rounds with a cold L2 cache, and the errors of o, dq, dk and dv relative
+to the norm of FlashAttention-2's. That needs equally many channels in keys and values, so zeros are appended, and gets
+the length of a sequence as that of the longest text, as training gave it.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octile.bench.kernel_time import work_seconds
+from octile.ops.attention import attention, attention_backward
+from octile.ops.packed_attention import packed_attention, packed_attention_backward
+
+HEADS_AND_CHANNELS = (16, 192, 128), (8, 64, 64), (32, 128, 128), (128, 192, 128)
+aten = torch.ops.aten
+
+
+def draw_lengths(total: int, texts: int) -> list[int]:
+    cuts = torch.randperm(total - 1)[: texts - 1].sort().values + 1
+    return torch.diff(torch.cat([torch.tensor([0]), cuts, torch.tensor([total])])).tolist()
+
+
+def cases() -> dict[str, tuple[list[int], int]]:
+    """The lengths of texts, and the sequence length."""
+    return {
+        "4 x 4096": ([4096] * 4, 4096),
+        "41 texts": (draw_lengths(16384, 41), 16384),
+        "64 x 256": ([256] * 64, 256),
+        "1 x 16384": ([16384], 16384),
+        "480 of 32 x 1024": (draw_lengths(32768, 480), 1024),
+        "60 of 4 x 4096, 196 empty": (draw_lengths(16384, 60) + [0] * 196, 4096),
+    }
+
+
+class FlashAttention2:
+    """torch's kernels of FlashAttention-2 for texts of various lengths."""
+
+    def __init__(self, starts: Tensor, longest: int, scale: float):
+        self.texts, self.scale = (starts, starts, longest, longest), scale
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        o, lse, *_ = aten._flash_attention_forward(*padded(q, k, v), *self.texts, 0.0, True, False, scale=self.scale)
+        return o[..., : v.shape[-1]].contiguous(), lse
+
+    def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> list[Tensor]:
+        do, q_padded, k_padded, v_padded, o = padded(do, q, k, v, o)
+        unused = torch.empty((), dtype=torch.int64, device=q.device)
+        found = aten._flash_attention_backward(
+            do, q_padded, k_padded, v_padded, o, lse, *self.texts, 0.0, True, unused, unused, scale=self.scale
+        )
+        return [d[..., : t.shape[-1]].contiguous() for d, t in zip(found, (q, k, v), strict=True)]
+
+
+class Packed:
+    """octile's kernels."""
+
+    def __init__(self, starts: Tensor, scale: float):
+        self.starts, self.scale = starts, scale
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return packed_attention(q, k, v, self.starts, self.scale)
+
+    def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        return packed_attention_backward(do, q, k, v, o, lse, self.starts, self.scale)
+
+
+class Whole:
+    """Attention of sequences without borders; torch chooses cuDNN's kernels on Hopper."""
+
+    def __init__(self, length: int, scale: float):
+        self.length, self.scale = length, scale
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return attention(*self._sequences(q, k, v), self.scale)
+
+    def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        return attention_backward(*self._sequences(do, q, k, v), o, lse, self.scale)
+
+    def _sequences(self, *tensors: Tensor) -> list[Tensor]:
+        return [t.unflatten(0, (-1, self.length)) for t in tensors]
+
+
+def padded(*tensors: Tensor) -> list[Tensor]:
+    width = max(t.shape[-1] for t in tensors)
+    return [F.pad(t, (0, width - t.shape[-1])) for t in tensors]
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    difference = found.flatten().float() - expected.flatten().float()
+    return float(difference.norm() / expected.float().norm())
+
+
+def measure(name: str, heads: int, x: int, values: int, lengths: list[int], longest: int) -> None:
+    q, k, v, do = (
+        torch.randn(sum(lengths), heads, width, device="cuda", dtype=torch.bfloat16) for width in (x, x, values, values)
+    )
+    starts = F.pad(torch.tensor(lengths, device="cuda").cumsum(0), (1, 0)).int()
+    kernels = {"FlashAttention-2": FlashAttention2(starts, longest, x**-0.5), "octile": Packed(starts, x**-0.5)}
+    if len({*lengths}) == 1:
+        kernels["whole (cuDNN)"] = Whole(lengths[0], x**-0.5)
+    results = {each: kernel.forward(q, k, v) for each, kernel in kernels.items()}
+    gradients = {each: kernel.backward(do, q, k, v, *results[each]) for each, kernel in kernels.items()}
+    works = {}
+    for each, kernel in kernels.items():
+        works[each, "forward"] = lambda kernel=kernel: kernel.forward(q, k, v)
+        works[each, "backward"] = lambda kernel=kernel, found=results[each]: kernel.backward(do, q, k, v, *found)
+    seconds = work_seconds(works, rounds=8)
+    expected = results["FlashAttention-2"][0], *gradients["FlashAttention-2"]
+    for each in kernels:
+        times = " · ".join(f"{1e3 * seconds[each, direction]:8.3f}" for direction in ("forward", "backward"))
+        pairs = zip((results[each][0], *gradients[each]), expected, strict=True)
+        errors = " ".join(f"{error(*pair):.4f}" for pair in pairs)
+        print(f"{heads:4} {x}/{values:<4}{name:27}{each:18}{times} ms   {errors}", flush=True)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    for sizes in HEADS_AND_CHANNELS:
+        for name, texts in cases().items():
+            measure(name, *sizes, *texts)
