@@ -26,7 +26,8 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale:
     Args:
         q, k: [T, H, X], float32, bfloat16 or float16, channels contiguous.
         v: [T, H, V] in q's dtype, channels contiguous.
-        cu_seqlens: int32 [N + 1], the first row of each text, and T; nondecreasing from 0. A text may be empty.
+        cu_seqlens: int32 [N + 1], contiguous, the first row of each text, and T; nondecreasing from 0. A text may be
+            empty.
         scale: the factor of q · k, usually 1 / √X.
 
     Returns:
@@ -34,7 +35,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale:
 
     Raises:
         TypeError: a tensor has another dtype.
-        ValueError: shapes or devices do not fit together; on a CPU, cu_seqlens are not such ones.
+        ValueError: shapes, strides or devices do not fit together; on a CPU, cu_seqlens are not such ones.
     """
     _check(q, k, v, cu_seqlens)
     o, lse = q.new_empty(v.shape), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
@@ -64,17 +65,18 @@ def packed_attention_backward(
     """Compute the gradients of q, k and v.
 
     Args:
-        do: [T, H, V] in q's dtype, the gradient of o.
+        do: [T, H, V] in q's dtype, channels contiguous, the gradient of o.
         q, k, v, cu_seqlens, scale: as in `packed_attention`.
-        o: [T, H, V] in q's dtype, the result of `packed_attention`; it may have been saved in fewer bits.
-        lse: [H, T] float32, from `packed_attention`.
+        o: [T, H, V] in q's dtype, channels contiguous, the result of `packed_attention`; it may have been saved in
+            fewer bits.
+        lse: [H, T] float32, contiguous, from `packed_attention`.
 
     Returns:
         dq, dk [T, H, X] and dv [T, H, V] in q's dtype, contiguous.
 
     Raises:
         TypeError: a tensor has another dtype.
-        ValueError: shapes or devices do not fit together; on a CPU, cu_seqlens are not such ones.
+        ValueError: shapes, strides or devices do not fit together; on a CPU, cu_seqlens are not such ones.
     """
     _check_backward(do, q, k, v, o, lse, cu_seqlens)
     gradients = q.new_empty(q.shape), q.new_empty(k.shape), q.new_empty(v.shape)
@@ -114,6 +116,7 @@ def _check_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse:
     if lse.dtype != torch.float32 or lse.shape != (q.shape[1], len(q)):
         raise ValueError(f"lse must be float32 {(q.shape[1], len(q))}, not {lse.dtype} {tuple(lse.shape)}")
     check_device("q", q, "lse", lse)
+    _check_strides({"do": do, "o": o}, {"lse": lse})
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> None:
@@ -127,3 +130,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> None:
     if cu_seqlens.dim() != 1 or not len(cu_seqlens):
         raise ValueError(f"cu_seqlens must have the first row of each text and the end, not {tuple(cu_seqlens.shape)}")
     check_device("q", q, "cu_seqlens", cu_seqlens)
+    _check_strides({"q": q, "k": k, "v": v}, {"cu_seqlens": cu_seqlens})
+
+
+def _check_strides(operands: dict[str, Tensor], others: dict[str, Tensor]) -> None:
+    """Raise ValueError if channels of an operand, or one of the others, is not contiguous: kernels would misread it."""
+    for name, t in operands.items():
+        if t.numel() and t.stride(-1) != 1:
+            raise ValueError(f"the channels of {name} must be contiguous, not have strides {t.stride()}")
+    for name, t in others.items():
+        if not t.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, not have strides {t.stride()}")

@@ -26,6 +26,11 @@ def starts(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
+def strided(t: Tensor) -> Tensor:
+    """The same values, every other element of a wider tensor."""
+    return t.repeat_interleave(2, dim=-1)[..., ::2]
+
+
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_each_text_has_the_results_and_gradients_that_it_has_alone(lengths: list[int], dtype: torch.dtype):
     q, k, v, do = inputs(sum(lengths), dtype)
@@ -67,9 +72,23 @@ def test_operators_are_well_formed(name: str):
         (lambda q, k, v: (q, k, v[1:], starts([9])), ValueError, r"v must be \(9, 2, 8\), not \(8, 2, 8\)"),
         (lambda q, k, v: (q, k, v, starts([9]).long()), TypeError, "cu_seqlens must be int32"),
         (lambda q, k, v: (q, k, v, starts([8])), ValueError, r"cu_seqlens must be nondecreasing from 0 to 9"),
+        (lambda q, k, v: (q, strided(k), v, starts([9])), ValueError, "the channels of k must be contiguous"),
+        (lambda q, k, v: (q, k, v, strided(starts([9]))), ValueError, "cu_seqlens must be contiguous"),
     ],
-    ids=["dimensions", "dtype", "shape", "dtype of starts", "starts"],
+    ids=["dimensions", "dtype", "shape", "dtype of starts", "starts", "channels", "strides of starts"],
 )
 def test_arguments_that_do_not_fit_are_refused(change: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         packed_attention(*change(*inputs()[:3]), SCALE)
+
+
+@pytest.mark.parametrize(
+    ("operand", "message"),
+    [(0, "the channels of do must be"), (4, "the channels of o must be"), (5, "lse must be")],
+    ids=["do", "o", "lse"],
+)
+def test_operands_of_the_gradients_that_a_kernel_would_misread_are_refused(operand: int, message: str):
+    operator, operands = backward_case()
+    misread = [strided(t) if i == operand else t for i, t in enumerate(operands)]
+    with pytest.raises(ValueError, match=f"{message} contiguous, not have strides"):
+        operator(*misread)
