@@ -10,6 +10,7 @@ from octile.options import Positional
 from octile.validation import Range, check_fields
 
 MAX_SNR = 200  # dB, of the least SNR that is asked for, in either direction; FP32 has 150
+MIN_BATCHES = 2  # with one, nothing tells how sure the advice is
 MIN_SAMPLE = 16  # rows; with fewer the SNR of a GEMM is off by more than 2 dB (experiments/preflight)
 
 Positive = Annotated[int, Range(at_least=1)]
@@ -40,7 +41,7 @@ class Options:
     model: Positional[Path]
     recipe: str = "deepseek_v3"
     text: str = "stdlib"
-    batches: Positive = 4
+    batches: int = 4
     batch_size: Positive = 4
     sequence_length: Positive = 128
     least_snr: float = 20.0
@@ -52,6 +53,8 @@ class Options:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.batches < MIN_BATCHES:
+            raise ValueError(f"batches must be at least {MIN_BATCHES}, not {self.batches}: only several can agree")
         if self.sample < MIN_SAMPLE:
             raise ValueError(
                 f"sample must be at least {MIN_SAMPLE}, not {self.sample}: the advice would depend on the rows drawn"

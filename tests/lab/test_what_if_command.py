@@ -334,7 +334,7 @@ def test_preflight_as_json(capsys, folder, model_folder):
         (("--recipe", "bf16"), "recipe 'bf16' has no GEMM in 8 bits"),
         (("--recipe", "fp4"), "unknown recipe 'fp4'"),
         (("--recipe", "nowhere.toml"), "nowhere.toml"),
-        (("--batches", "0"), "batches must be at least 1"),
+        (("--batches", "0"), "batches must be at least 2, not 0"),
         (("--batches", "1"), "batches must be at least 2, not 1"),
         (("--sample", "1"), "--sample must be at least 16, not 1: the advice would depend on the rows drawn"),
         (("--sample", "15"), "--sample must be at least 16, not 15"),

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from octile.models.deepseek_v3 import DeepseekV3
 
 MAX_ROWS = 12  # of the table in the terminal
-MIN_BATCHES = 2  # with one, nothing tells how sure the advice is
 MIN_BAND = 0.05  # of the scatter's height, the band of what stays in BF16, which is wide enough for its label
 MIN_TOKENS = 128  # of a batch, for an expert on average: wgrad quantizes tiles of 128 tokens
 
@@ -200,13 +199,11 @@ def _write_page(options: Options, weights: str, rows: Sequence[Predicted], capti
 
 
 def check_tokens(options: Options, model: ModelConfig) -> None:
-    """Refuse batches that are too few or too small for an advice, or too long for the model.
+    """Refuse batches that are too small for an advice, or too long for the model.
 
     Raises:
         ValueError: the message says how many tokens a batch needs; or a sequence is too long for the model.
     """
-    if options.batches < MIN_BATCHES:
-        raise ValueError(f"batches must be at least {MIN_BATCHES}, not {options.batches}: only several can agree")
     if options.sequence_length > model.max_position_embeddings:
         raise ValueError(
             f"sequence_length must be at most the model's max_position_embeddings, {model.max_position_embeddings}, "
