@@ -1067,7 +1067,9 @@ def started_as_a_program(tmp_path, module: str, text: str, *arguments: str) -> s
     [
         (["train", "--steps", "5"], "trains: preset tiny, recipe deepseek_v3, seed 0, steps 5"),
         (["train", "--resume", "--out", "runs/one"], "resumes runs/one"),
+        (["train", "--prompt", "a\nb"], "trains: preset tiny, recipe deepseek_v3, seed 0, prompt a\\nb"),
         (["compare", "--steps", "5"], "compares bf16 and deepseek_v3: preset tiny, seed 0, steps 5"),
+        (["compare", "--seeds", "0,3"], "compares bf16 and deepseek_v3: preset tiny, seed 0, seeds 0,3"),
         (["compare", "--resume", "--out", "runs/two"], "resumes runs/two"),
     ],
 )

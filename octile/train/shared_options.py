@@ -124,4 +124,5 @@ def describe_new_run(config: TrainConfig, given: Given, *first: str) -> str:
 def announce(what: str) -> None:
     """Say what a command does before it imports torch, which takes half a minute on a busy machine; rank 0 says it."""
     if not own_rank():
-        print(escape_control_characters(f"octile {__version__} {what}"), flush=True)
+        line = escape_control_characters(f"octile {__version__} {what}").replace("\n", "\\n")  # of a prompt
+        print(line, flush=True)

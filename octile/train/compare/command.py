@@ -119,7 +119,9 @@ def read(given: Given) -> Options:
     if not options.recipes.replace(",", "").strip():
         raise ValueError("recipes is empty: name recipes, separated by commas")
     if not options.resume:
-        announce(f"compares bf16 and {options.recipes}: {describe_new_run(options.config, given, 'seed')}")
+        others = [f", {name} {getattr(options, name)}" for name in ("seeds", "gradient_steps") if name in given]
+        run = describe_new_run(options.config, given, "seed")
+        announce(f"compares bf16 and {options.recipes}: {run}{''.join(others)}")
     return options
 
 
