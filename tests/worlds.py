@@ -78,6 +78,8 @@ def forked_context() -> BaseContext:
     """The start method of `_start`, for processes that run other functions, and print where this process prints."""
     multiprocessing.set_forkserver_preload([*PRELOADED, "tests.frozen"])
     context = multiprocessing.get_context(_start_method())
+    if _start_method() == "forkserver":
+        forkserver._forkserver.ensure_running()  # where signals are blocked, what it forks would have them blocked, too
 
     class Forked(type(context)):  # type: ignore[misc]
         def Process(self, target: Callable[..., None], args: Sequence[Any] = (), **options: Any) -> BaseProcess:
