@@ -61,11 +61,13 @@ PAGED_ATTENTION: dict[str, int] = {
 # Rows of a program, and keys at a time; on GPUs with less shared memory than Hopper smaller ones, which do not spill.
 RAGGED_ATTENTION: dict[str, int] = {"ROWS": 128, "KEYS": 64, "num_warps": 8, "num_stages": 3}
 RAGGED_ATTENTION_SMALL: dict[str, int] = {"ROWS": 64, "KEYS": 32, "num_warps": 4, "num_stages": 2}
+RAGGED_ATTENTION_LEAST: dict[str, int] = {"ROWS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 2}
 # Of the gradients of keys and values: rows at a time, and keys of a program; of queries the other way round.
 KEY_GRADIENTS: dict[str, int] = {"ROWS": 16, "KEYS": 64, "num_warps": 4, "num_stages": 3}
 KEY_GRADIENTS_SMALL: dict[str, int] = {"ROWS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 1}
 QUERY_GRADIENTS: dict[str, int] = {"ROWS": 64, "KEYS": 32, "num_warps": 4, "num_stages": 3}
 QUERY_GRADIENTS_SMALL: dict[str, int] = {"ROWS": 64, "KEYS": 32, "num_warps": 4, "num_stages": 1}
+GRADIENTS_LEAST: dict[str, int] = {"ROWS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 1}  # of either
 OUTPUT_PRODUCTS: dict[str, int] = {"ROWS": 32, "num_warps": 4}
 # Logits of a program at a time, programs an SM, and parts of a row at most.
 SAMPLE_TOKENS: dict[str, int] = {"BLOCK": 4096, "PROGRAMS": 2, "MAX_PARTS": 128, "num_warps": 8}

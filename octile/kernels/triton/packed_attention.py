@@ -14,18 +14,30 @@ Source: FlashAttention-2 (arXiv 2307.08691).
 Shapes: T rows, N texts, H heads, X channels of a query and a key, V of a value.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from octile.kernels.hopper import SHARED_BYTES
 from octile.kernels.triton import compile_cases as cases
-from octile.kernels.triton import launch_config, ragged_attention
-from octile.kernels.triton.device import device_properties
-from octile.kernels.triton.ragged_attention import LOG2E, MAX_CHANNELS, channels, count_programs, find_block, load
+from octile.kernels.triton import ragged_attention
+from octile.kernels.triton.launch_config import (
+    GRADIENTS_LEAST,
+    KEY_GRADIENTS,
+    KEY_GRADIENTS_SMALL,
+    OUTPUT_PRODUCTS,
+    QUERY_GRADIENTS,
+    QUERY_GRADIENTS_SMALL,
+)
+from octile.kernels.triton.ragged_attention import (
+    LOG2E,
+    choose_blocks,
+    constants,
+    count_programs,
+    find_block,
+    load,
+    span,
+)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -39,36 +51,26 @@ def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, cu_seqlens: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq, dk [T, H, X] and dv [T, H, V], contiguous."""
-    (rows, heads, x), values, texts = q.shape, v.shape[2], len(cu_seqlens) - 1
+    rows, heads, texts = *q.shape[:2], len(cu_seqlens) - 1
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     delta = torch.empty_like(lse)
-    blocks = launch_config.OUTPUT_PRODUCTS
     strides = [stride for t in (q, k, v, do) for stride in t.stride()[:2]]
     given = q, k, v, do, lse, delta
-    sizes: dict[str, Any] = channels(x, values) | {"PRECISION": "ieee" if q.dtype == torch.float32 else "tf32"}
+    sizes = constants(q, v)
+    key_blocks = choose_blocks(q, v, KEY_GRADIENTS, KEY_GRADIENTS_SMALL, GRADIENTS_LEAST)
+    query_blocks = choose_blocks(q, v, QUERY_GRADIENTS, QUERY_GRADIENTS_SMALL, GRADIENTS_LEAST)
     with torch.cuda.device_of(q):
-        output_products[(triton.cdiv(rows, blocks["ROWS"]), heads)](
-            o, do, delta, rows, *o.stride()[:2], *do.stride()[:2], V=values, VS=sizes["VS"], **blocks
+        output_products[(triton.cdiv(rows, OUTPUT_PRODUCTS["ROWS"]), heads)](
+            o, do, delta, rows, *o.stride()[:2], *do.stride()[:2], V=sizes["V"], VS=sizes["VS"], **OUTPUT_PRODUCTS
         )
-        settings = _settings(q, v, "KEY_GRADIENTS")
-        key_gradients[count_programs(rows, texts, settings["KEYS"]), heads](
+        key_gradients[count_programs(rows, texts, key_blocks["KEYS"]), heads](
             *given, dk, dv, cu_seqlens, texts, scale, *strides, *dk.stride()[:2], *dv.stride()[:2], rows,
-            **sizes, **settings,
+            **sizes, **key_blocks,
         )  # fmt: skip
-        settings = _settings(q, v, "QUERY_GRADIENTS")
-        query_gradients[count_programs(rows, texts, settings["ROWS"]), heads](
-            *given, dq, cu_seqlens, texts, scale, *strides, *dq.stride()[:2], rows, **sizes, **settings
+        query_gradients[count_programs(rows, texts, query_blocks["ROWS"]), heads](
+            *given, dq, cu_seqlens, texts, scale, *strides, *dq.stride()[:2], rows, **sizes, **query_blocks
         )
     return dq, dk, dv
-
-
-def _settings(q: Tensor, v: Tensor, name: str) -> dict[str, int]:
-    """The blocks of a kernel: smaller ones for float32, for many channels, and for GPUs with less shared memory."""
-    has_room = device_properties(q.device).shared_bytes >= SHARED_BYTES
-    settings: dict[str, int] = getattr(launch_config, name if has_room else f"{name}_SMALL")
-    if q.dtype == torch.float32 or q.shape[2] + v.shape[2] > MAX_CHANNELS:
-        return settings | {"ROWS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 1}
-    return settings
 
 
 def compile_cases() -> cases.CompileCases:
@@ -105,8 +107,7 @@ def key_gradients(
     """Write the gradients of a block of keys and values: first over rows that all see it, then over the others."""
     head = tl.program_id(1).to(tl.int64)
     text, block = find_block(starts, texts, KEYS)
-    first_row = tl.load(starts + text).to(tl.int64)
-    rows = (tl.load(starts + text + 1) - first_row).to(tl.int32)
+    first_row, rows = span(starts, text)
     begin = block * KEYS
     if begin >= rows:
         return
@@ -177,8 +178,7 @@ def query_gradients(
     """Write the gradients of a block of queries, the last rows of a text first, which see the most keys."""
     head = tl.program_id(1).to(tl.int64)
     text, block = find_block(starts, texts, ROWS)
-    first_row = tl.load(starts + text).to(tl.int64)
-    rows = (tl.load(starts + text + 1) - first_row).to(tl.int32)
+    first_row, rows = span(starts, text)
     begin = (tl.cdiv(rows, ROWS) - 1 - block) * ROWS
     if begin < 0:
         return

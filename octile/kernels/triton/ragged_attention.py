@@ -8,6 +8,8 @@ and 64 of latent attention, the second of which may be padded.
 Source: FlashAttention-2 (arXiv 2307.08691).
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +18,7 @@ from torch import Tensor
 from octile.kernels.hopper import SHARED_BYTES
 from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton.device import device_properties
-from octile.kernels.triton.launch_config import RAGGED_ATTENTION, RAGGED_ATTENTION_SMALL
+from octile.kernels.triton.launch_config import RAGGED_ATTENTION, RAGGED_ATTENTION_LEAST, RAGGED_ATTENTION_SMALL
 
 MAX_CHANNELS = 320  # of a key and its value, with which large tiles fit
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
@@ -33,19 +35,13 @@ def launch(
     lse: Tensor | None = None,
 ) -> None:
     """Attend from q [T, H, X] to k [L, H, X] and v [L, H, V], text by text → out [T, H, V], and lse [H, T] float32."""
-    (rows, heads, x), values, texts = q.shape, v.shape[2], len(row_starts) - 1
-    is_float32 = q.dtype == torch.float32
-    has_room = device_properties(q.device).shared_bytes >= SHARED_BYTES
-    settings = RAGGED_ATTENTION if has_room else RAGGED_ATTENTION_SMALL
-    if is_float32 or x + values > MAX_CHANNELS:
-        settings = settings | {"ROWS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 2}
+    rows, heads, texts = *q.shape[:2], len(row_starts) - 1
+    blocks = choose_blocks(q, v, RAGGED_ATTENTION, RAGGED_ATTENTION_SMALL, RAGGED_ATTENTION_LEAST)
     with torch.cuda.device_of(q):
-        attend_texts[count_programs(rows, texts, settings["ROWS"]), heads](
+        attend_texts[count_programs(rows, texts, blocks["ROWS"]), heads](
             q, k, v, out, lse, row_starts, key_starts, texts, scale,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2], rows,
-            **channels(x, values),
-            PRECISION="ieee" if is_float32 else "tf32",
-            **settings,
+            **constants(q, v), **blocks,
         )  # fmt: skip
 
 
@@ -54,11 +50,23 @@ def count_programs(rows: int, texts: int, size: int) -> int:
     return rows // size + texts
 
 
-def channels(x: int, values: int) -> dict[str, int]:
-    """Channels of queries and keys, as two powers of two, and of values."""
+def choose_blocks(
+    q: Tensor, v: Tensor, large: dict[str, int], small: dict[str, int], least: dict[str, int]
+) -> dict[str, int]:
+    """Choose a kernel's blocks: small ones for GPUs with less shared memory, the least for float32 or many channels."""
+    if q.dtype == torch.float32 or q.shape[2] + v.shape[2] > MAX_CHANNELS:
+        return least
+    return large if device_properties(q.device).shared_bytes >= SHARED_BYTES else small
+
+
+def constants(q: Tensor, v: Tensor) -> dict[str, Any]:
+    """Channels of queries and keys, as two powers of two, those of values, and the precision of products."""
+    x, values = q.shape[2], v.shape[2]
     first = max(triton.next_power_of_2(x + 1) // 2, 16)
     second = max(triton.next_power_of_2(x - first), 16) if x > first else 0
-    return {"X": x, "FIRST": first, "SECOND": second, "V": values, "VS": max(triton.next_power_of_2(values), 16)}
+    precision = "ieee" if q.dtype == torch.float32 else "tf32"
+    sizes = {"X": x, "FIRST": first, "SECOND": second, "V": values, "VS": max(triton.next_power_of_2(values), 16)}
+    return {**sizes, "PRECISION": precision}
 
 
 def compile_cases() -> cases.CompileCases:
@@ -77,10 +85,8 @@ def attend_texts(
     """Write the results of a block of rows, the last rows of a text first, which see the most keys."""
     head = tl.program_id(1).to(tl.int64)
     text, block = find_block(row_starts, texts, ROWS)
-    first_row = tl.load(row_starts + text).to(tl.int64)
-    first_key = tl.load(key_starts + text).to(tl.int64)
-    rows = (tl.load(row_starts + text + 1) - first_row).to(tl.int32)
-    keys = (tl.load(key_starts + text + 1) - first_key).to(tl.int32)
+    first_row, rows = span(row_starts, text)
+    first_key, keys = span(key_starts, text)
     begin = (tl.cdiv(rows, ROWS) - 1 - block) * ROWS
     if begin < 0:
         return
@@ -144,6 +150,13 @@ def find_block(starts, texts, SIZE: tl.constexpr):
         begins = tl.load(starts + n, mask=n < texts, other=0) // SIZE + n <= program
         text += tl.sum((begins & (n < texts)).to(tl.int32))
     return text, program - (tl.load(starts + text) // SIZE + text)
+
+
+@triton.jit
+def span(starts, text):
+    """Return the first row of a text, and how many it has."""
+    first = tl.load(starts + text).to(tl.int64)
+    return first, (tl.load(starts + text + 1) - first).to(tl.int32)
 
 
 @triton.jit
