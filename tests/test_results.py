@@ -15,8 +15,10 @@ import pytest
 
 from experiments.loss.look import verdict
 from experiments.loss.noise import pairs_of
+from experiments.loss.plans import PLANS
 from experiments.loss.power import LOOKS, interval_after
 from experiments.loss.report import BAR, Results, gap
+from experiments.loss.runs import read_runs
 from octile.report.compare.intervals import student_interval
 from octile.text import format_percent
 from tools.write_results import planned_gaps
@@ -257,7 +259,7 @@ def test_weights_rounded_once_stay_within_the_bound(folders, bound):
     assert re.search(f"rounded once end(s|ed) within {bound} of BF16", page("docs/results/loss.md"))
 
 
-def test_the_gaps_of_muon_by_seed_stand_on_all_pages():
+def test_the_gaps_of_muon_by_seed_before_the_plan_stand_in_their_record():
     folders = {name: loss(f"noise/{name}") for name in ("runs", "h200", "h200-4bf774e2")}
     pairs = [
         (name, design, base["job"]["seed"], gap(run, base)[0])
@@ -267,11 +269,9 @@ def test_the_gaps_of_muon_by_seed_stand_on_all_pages():
     ]
     assert len(pairs) == 10
     seeds = [fmean(found for *_, of, found in pairs if of == seed) for seed in range(4)]
-    for name in ("experiments/loss/noise/README.md", "docs/results/loss.md", "docs/muon.md"):
-        assert span(seeds) in page(name)
-        assert percent(fmean(seeds)).removeprefix("+") in page(name)
-    assert percent(fmean(seeds)) in page("README.md")
     record = page("experiments/loss/noise/README.md")
+    assert span(seeds) in record
+    assert percent(fmean(seeds)).removeprefix("+") in record
     assert f"{', '.join(percent(one).removesuffix('%') for one in seeds[:3])} and {percent(seeds[3])}" in record
     four = [found for name, design, _, found in pairs if design == "muon" and name != "runs"]
     assert f"| **{100 * stdev(four):.3f}%** | 0.15% |" in record
@@ -313,9 +313,17 @@ def test_the_result_of_the_plan_at_81m_is_that_of_its_files(row, seeds, looks):
     assert f"| {text} |" in page("experiments/loss/planned/README.md")
 
 
-@pytest.mark.parametrize(("recipe", "row"), [("deepseek_v3", "**`deepseek_v3`**"), ("e5m2", "the control `e5m2`")])
-def test_the_result_of_the_plan_at_35m_is_that_of_its_files(recipe, row):
-    gaps = planned_gaps("planned-30m", recipe)
+@pytest.mark.parametrize(
+    ("plan", "recipe", "row", "below"),
+    [
+        ("planned-30m", "deepseek_v3", "**`deepseek_v3`**", "FP8 is below BF16 in"),
+        ("planned-30m", "e5m2", "the control `e5m2`", "E5M2 in"),
+        ("planned-30m-muon", "deepseek_v3", "**`deepseek_v3`**", "FP8 is below BF16 in"),
+        ("planned-30m-muon", "without_fprop", "the control `without_fprop`", "`without_fprop` in"),
+    ],
+)
+def test_the_result_of_a_plan_at_35m_is_that_of_its_files(plan, recipe, row, below):
+    gaps = planned_gaps(plan, recipe)
     found = student_interval(np.array(gaps))
     assert found is not None
     mean, deviation, low, high = (
@@ -325,8 +333,27 @@ def test_the_result_of_the_plan_at_35m_is_that_of_its_files(recipe, row):
     text = f"| {row} | {len(gaps)} | {mean} | {deviation.removeprefix('+')} | {interval} | **{verdict(found)}** |"
     record = page("experiments/loss/planned/README.md")
     assert text in record
-    assert f"{'E5M2 in' if recipe == 'e5m2' else 'FP8 is below BF16 in'} {sum(one < 0 for one in gaps)}" in record
+    assert f"{below} {sum(one < 0 for one in gaps)}" in record
     assert span(gaps) in page("README.md")
+
+
+@pytest.mark.parametrize("recipe", PLANS["planned-30m-muon"].recipes)
+def test_the_intervals_with_muon_at_35m_stand_on_all_pages(recipe):
+    for name in ("README.md", "docs/results/loss.md", "docs/muon.md"):
+        assert span(planned_gaps("planned-30m-muon", recipe)) in page(name)
+
+
+def test_the_losses_of_both_optimizers_at_35m_are_those_of_their_runs():
+    runs = read_runs(ROOT / "experiments" / "loss" / "planned" / "runs")
+    muon, adamw = (
+        fmean(
+            found["val_loss"][-1]
+            for found in runs
+            if found["job"]["name"] in {name for recipe, _, name in PLANS[plan].runs if recipe == of}
+        )
+        for plan, of in (("planned-30m-muon", "deepseek_v3"), ("planned-30m", "bf16"))
+    )
+    assert f"end at {muon:.2f} nats a token, in BF16 with AdamW at {adamw:.2f}" in page("docs/muon.md")
 
 
 @pytest.mark.parametrize("name", ["docs/results/loss.md", "docs/faq.md", "docs/muon.md"])
