@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 from pathlib import Path
 
 from octile.checkpoint.files import GENERATION_CONFIG, copy, remove
@@ -23,11 +24,11 @@ MAX_PASSES = 4  # that are nearly as good as new text (Muennighoff et al., arXiv
 
 
 def check_data(config: TrainConfig) -> None:
-    """Refuse data and validation data that cannot be used, without reading a text.
+    """Refuse data and validation data that cannot be used, without reading a text; two files of one size are compared.
 
     Raises:
-        ValueError: one is examples and the other text, both are the same or one holds the other, or one is the URL of
-            tokens; or as for `check_source`, which raises the other exceptions.
+        ValueError: one is examples and the other text, both are the same or one holds the other, both are files with
+            the same content, or one is the URL of tokens; or as for `check_source`, which raises the other exceptions.
     """
     if (val_data := config.val_data) is None:
         check_source(config.data)
@@ -49,6 +50,11 @@ def check_data(config: TrainConfig) -> None:
         raise ValueError(
             f"val_data {val_data!r} must hold nothing of data {config.data!r}, which is trained on: "
             "name another file or folder"
+        )
+    if len(paths) == 2 and all(path.is_file() for path in paths) and filecmp.cmp(paths[0], paths[1], shallow=False):
+        raise ValueError(
+            f"val_data {val_data!r} must hold nothing of data {config.data!r}, which is trained on, but the two files "
+            "have the same content: name another file"
         )
 
 

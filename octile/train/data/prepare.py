@@ -90,7 +90,8 @@ def prepare(
 
     Raises:
         FileNotFoundError: the source or the tokenizer does not exist, or the source is a folder without files.
-        ValueError: there is no text or too little, the vocabulary is too small, or the existing store is damaged.
+        ValueError: there is no text or too little, or all of it is held out; the vocabulary is too small, or the
+            existing store is damaged.
         RuntimeError: the text changed while it was read.
     """
     folder = Path(folder)
@@ -237,7 +238,8 @@ def _build(
         size = f"{format_count(len(index.sizes), 'document')}, {format_count(index.total_bytes, 'byte')}"
         reasons = (f"{count:,} {reason.replace('_', ' ')}" for reason, count in skipped.items())
         others = f"; left out: {', '.join(reasons)}" if skipped else ""
-        cut = f"; {cut_tokens:,} more are left out because they are held out, too" if cut_tokens else ""
+        holder = "they are held out" if val_source is None else f"val_data {str(val_source)!r} has them"
+        cut = f"; {cut_tokens:,} more are left out because {holder}, too" if cut_tokens else ""
         raise ValueError(
             f"data {str(source)!r} has too little text: {size}; {format_count(tokens['train'], 'token')} "
             f"to train on and {tokens['val']:,} held out, with those at the ends of documents, but each of the two "
@@ -296,6 +298,11 @@ def _divide(
     if val_source is not None:
         val_corpus = open_corpus(val_source, "val_data")
         val_index = CorpusIndex.of(val_corpus)
+        if index.sizes and index.sizes.keys() <= val_index.sizes.keys():
+            raise ValueError(
+                f"val_data {str(val_source)!r} must leave documents to train on, but it has every document of data "
+                f"{str(source)!r}: name other text"
+            )
         parts = {
             "train": _Part("data", corpus, index, index.sizes.keys()),
             "val": _Part("val_data", val_corpus, val_index, val_index.sizes.keys()),

@@ -13,10 +13,11 @@ TEXT = "".join(f"{n} times {n} is {n * n}\n" for n in range(400))
 
 @pytest.fixture
 def files(tmp_path, monkeypatch) -> Path:
-    """A folder with a text, other texts, and examples; it is the current one."""
+    """A folder with a text, a copy of it, other texts, and examples; it is the current one."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text(TEXT)
+    (tmp_path / "copy.txt").write_text(TEXT)
     (tmp_path / "val.txt").write_text(TEXT.replace("times", "by"))
     (tmp_path / "chats.jsonl").write_text(json.dumps({"text": "hello"}))
     (tmp_path / "link").symlink_to("texts")
@@ -33,6 +34,7 @@ def files(tmp_path, monkeypatch) -> Path:
         ("stdlib", "stdlib", ValueError, "val_data 'stdlib' must hold nothing of data 'stdlib'"),
         ("texts", "texts/a.txt", ValueError, "val_data 'texts/a.txt' must hold nothing of data 'texts'"),
         ("texts/a.txt", "link", ValueError, "val_data 'link' must hold nothing of data 'texts/a.txt'"),
+        ("texts/a.txt", "copy.txt", ValueError, "val_data 'copy.txt' must hold nothing of .*, but the two files have"),
         ("texts", "s3://bucket/data", ValueError, "val_data must be text or examples, not the URL of tokens, 's3:"),
         ("s3://bucket/data", "val.txt", ValueError, "val_data must not be given for the tokens of a URL: 's3://buc"),
     ],

@@ -343,6 +343,26 @@ def test_too_little_validation_text_is_refused_before_training_text_is_encoded(s
     assert set(shares) == {0.0}
 
 
+def test_validation_data_with_all_documents_of_the_training_text_are_refused_before_they_are_encoded(source, tmp_path):
+    stages: list[str] = []
+    (tmp_path / "val").mkdir()
+    for n in range(61):
+        (tmp_path / "val" / f"{n}.txt").write_text(document(n))
+    with pytest.raises(
+        ValueError, match=r"^val_data '.*val' must leave documents to train on, but it has every document of data '.*e'"
+    ):
+        build(source, tmp_path / "data", val_source=tmp_path / "val", progress=lambda stage, _: stages.append(stage))
+    assert stages == ["reading"]
+
+
+def test_too_little_text_that_is_not_in_the_validation_data_is_refused_with_their_name(source, val_source, tmp_path):
+    val_source.write_text("\n".join(map(document, range(60))))
+    with pytest.raises(
+        ValueError, match=r"^data '.*' has too little text: .* left out because val_data '.*' has them, too$"
+    ):
+        build(source, tmp_path / "data", val_source=val_source)
+
+
 def test_what_is_left_out_of_validation_data_is_named_as_such(source, tmp_path):
     (tmp_path / "val").mkdir()
     (tmp_path / "val" / "text.txt").write_text(document(77))
