@@ -1087,13 +1087,14 @@ def test_a_command_names_the_file_of_its_model_in_place_of_a_preset(tmp_path, co
 
 
 @pytest.mark.parametrize("changes", [(), ("--optim.warmup", "0.1")])
-def test_the_line_of_a_fine_tuning_run_has_no_option_that_nobody_typed(capsys, tmp_path, changes):
+def test_the_line_of_a_fine_tuning_run_names_model_and_batch_and_what_is_typed(capsys, tmp_path, changes):
     save(DeepseekV3(MICRO), tmp_path, "bf16")
     with pytest.raises(SystemExit):
         main(["train", "--init-from", str(tmp_path), "--data", str(tmp_path / "none.txt"), *changes])
     typed = ", optim.warmup 0.1" if changes else ""
     line = capsys.readouterr().out.splitlines()[0]
-    says = f"preset tiny, recipe deepseek_v3, seed 0, data {tmp_path}/none.txt, init_from {tmp_path}{typed}"
+    batch = f"batch_size {TrainConfig().batch_size}, sequence_length {MICRO.max_position_embeddings}"
+    says = f"init_from {tmp_path}, {batch}, recipe deepseek_v3, seed 0, data {tmp_path}/none.txt{typed}"
     assert line == f"octile {octile.__version__} trains: {says}"
 
 

@@ -114,8 +114,10 @@ def build(given: Given, default: Any) -> Any:
 
 
 def describe_new_run(config: TrainConfig, given: Given, *first: str) -> str:
-    """Describe a run in a line: its preset, or the file of its shape, the settings in `first`, and what is given."""
+    """Describe a run in a line: its preset, or where its model is from, the settings in `first`, and what is given."""
     others = {*given.words, "steps"} if "tokens" in given else given.words
+    if "init_from" in given:
+        return describe_settings(config, ("init_from", "batch_size", "sequence_length", *first), others)
     if "model_file" not in given:
         return describe_settings(config, ("preset", *first), others)
     return f"model {given.get('model_file')}, {describe_settings(config, first, others)}"
