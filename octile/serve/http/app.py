@@ -75,7 +75,9 @@ def create_app(
         message = "the server has a defect, which its log shows"
         return ApiError(INTERNAL_ERROR, message, headers=NEVER_RETRY).response()
 
-    app = FastAPI(title="octile", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app = FastAPI(
+        title="octile", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False, lifespan=lifespan
+    )
     app.add_exception_handler(ApiError, _api_error)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _http_error)  # type: ignore[arg-type]
     app.add_exception_handler(Exception, report_defect)
@@ -88,6 +90,7 @@ def create_app(
         app.add_middleware(_HostCheck, hosts=hosts)
     app.add_middleware(_CountResponses, service=service)
     app.add_middleware(_TimeLimit, seconds=service.limits.seconds)
+    app.add_middleware(_StripSlashes)
     return app
 
 
@@ -245,6 +248,22 @@ class _HostCheck:
             "localhost and to addresses"
         )
         await ApiError(403, message, code="host_not_allowed").response()(scope, receive, send)
+
+
+class _StripSlashes:
+    """Middleware that answers a path with slashes at its end as the path without them.
+
+    FastAPI, and with it vLLM, redirects such requests. Clients that do not follow need one answer, and a redirect names
+    the scheme and the host that the server sees, which are not the client's behind a proxy.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope["path"] = scope["path"].rstrip("/") or scope["path"]
+        await self._app(scope, receive, send)
 
 
 class AddRequestId:

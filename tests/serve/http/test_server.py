@@ -37,6 +37,13 @@ def test_health(served):
     assert (response.status_code, response.json()) == (200, {"status": "ok"})
 
 
+@pytest.mark.parametrize("path", ["/health/", "/v1/models/", "/v1/models/micro//", "/metrics/"])
+def test_a_path_with_slashes_at_its_end_is_that_without_them(served, path):
+    response = httpx.get(f"{served.url}{path}")  # which follows no redirect
+    assert response.status_code == 200
+    assert response.headers["content-type"] == httpx.get(f"{served.url}{path.rstrip('/')}").headers["content-type"]
+
+
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 @pytest.mark.parametrize(
     ("defaults", "given", "expected"),
