@@ -58,7 +58,7 @@ class Grammars:
                 content = getattr(body, field).grammar
         if form is not None and (content or body.has_bound_calls):
             called = [_called(i, function, body.must_call) for i, function in body.callable_functions.items()]
-            is_parallel = body.parallel_tool_calls is not False and body.chosen_function is None
+            is_parallel = body.parallel_tool_calls is not False and not body.calls_named_function
             calls = Calls(form, called, body.must_call, is_parallel)
         if calls is None and not content:
             return ""

@@ -36,13 +36,16 @@ MAX_TEXTS = 1024  # of structured_outputs.choice
 MAX_PROMPTS = MAX_MESSAGES = MAX_PARTS = MAX_TOOLS = 2048
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")  # OpenAI's rule, with points and up to 64 characters more
 MAX_STOPS = 16  # fewer than Sampling's, which also has those of the chat template
-CHOICE_OF_TOOLS = "'none', 'auto', 'required', or {}"
+CHOICE_OF_TOOLS = "'none', 'auto', 'required', or {} or {}"
 NEEDED = {  # what pydantic would describe one member of the union after the other
     "prompt": "a text, a list of texts, a list of tokens (whole numbers from 0), or a list of lists of tokens, "
     f"of at most {MAX_PROMPTS} prompts",
     "bad_words": "a list of texts, none of them empty",
     "stop": f"a text, or a list of at most {MAX_STOPS} texts, none of them empty",
-    "tool_choice": CHOICE_OF_TOOLS.format('{"type": "function", "function": {"name": NAME}}'),
+    "tool_choice": CHOICE_OF_TOOLS.format(
+        '{"type": "function", "function": {"name": NAME}}',
+        '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": FUNCTIONS}}',
+    ),
     "content": f"a text, or a list of parts that are text, at most {MAX_PARTS}",
 }
 
@@ -545,6 +548,20 @@ class NamedFunction(Body):
     function: FunctionName
 
 
+class AllowedFunctions(Body):
+    """The functions that may be called; with the mode required, one must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedTools(Body):
+    """A choice of some of the tools, of which the chat template still gets all."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
 class ChatBody(Generation, Conversation):
     """The body of POST /v1/chat/completions."""
 
@@ -553,7 +570,7 @@ class ChatBody(Generation, Conversation):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
 
     # accepted with the value that changes nothing
@@ -567,11 +584,13 @@ class ChatBody(Generation, Conversation):
 
     @model_validator(mode="after")
     def _is_a_supported_chat(self) -> Self:
-        if self.must_call and not self.tools:
+        names = dict.fromkeys(tool.function.name for tool in self.tools or ())
+        if not names and self.tool_choice not in (None, "none", "auto"):
             raise ValueError("tool_choice must be 'none' or 'auto' without tools")
-        if not self.callable_functions and self.may_call:
-            names = ", ".join(repr(tool.function.name) for tool in self.tools or ())
-            raise ValueError(f"tool_choice must name a function of tools, {names}, not {quoted(self.chosen_function)}")
+        for name in sorted(self._named_functions or ()):
+            if name not in names:
+                known = ", ".join(map(repr, names))
+                raise ValueError(f"tool_choice must name a function of tools, {known}, not {quoted(name)}")
         refuse(self, "functions", self.functions, "empty")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs true")
@@ -587,23 +606,36 @@ class ChatBody(Generation, Conversation):
     @property
     def must_call(self) -> bool:
         """Whether the model has to call a function."""
-        return self.tool_choice == "required" or self.chosen_function is not None
+        choice = self.tool_choice
+        mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
+        return mode == "required" or self.calls_named_function
 
     @property
     def has_bound_calls(self) -> bool:
-        """Whether there are calls whose arguments must follow their schemas."""
-        return self.must_call or any(function.strict for function in self.callable_functions.values())
+        """Whether calls must be of some of the functions, or their arguments must follow their schemas."""
+        is_bound = self.must_call or self._named_functions is not None
+        return is_bound or any(function.strict for function in self.callable_functions.values())
 
     @property
-    def chosen_function(self) -> str | None:
-        """The function that the model has to call, if it is named."""
-        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedFunction) else None
+    def calls_named_function(self) -> bool:
+        """Whether the model has to call the one function that is named."""
+        return isinstance(self.tool_choice, NamedFunction)
 
     @property
     def callable_functions(self) -> dict[int, Function]:
         """The functions that the model may call, by their places in tools."""
         functions = {i: tool.function for i, tool in enumerate(self.tools or ())} if self.may_call else {}
-        return {i: f for i, f in functions.items() if self.chosen_function in (None, f.name)}
+        named = self._named_functions
+        return {i: f for i, f in functions.items() if named is None or f.name in named}
+
+    @property
+    def _named_functions(self) -> set[str] | None:
+        """The only functions that may be called, if tool_choice names some."""
+        if isinstance(self.tool_choice, NamedFunction):
+            return {self.tool_choice.function.name}
+        if isinstance(self.tool_choice, AllowedTools):
+            return {tool.function.name for tool in self.tool_choice.allowed_tools.tools}
+        return None
 
 
 class TokenizeText(Body):

@@ -138,6 +138,23 @@ class ChosenFunction(Body):
     type: Literal["function"]
     name: str
 
+    def for_chat(self) -> dict[str, Any]:
+        """The choice as a chat has it."""
+        return {"type": "function", "function": {"name": self.name}}
+
+
+class AllowedTools(Body):
+    """The functions that may be called; with the mode required, one must be."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenFunction], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+    def for_chat(self) -> dict[str, Any]:
+        """The choice as a chat has it."""
+        functions = [tool.for_chat() for tool in self.tools]
+        return {"type": self.type, "allowed_tools": {"mode": self.mode, "tools": functions}}
+
 
 class TextFormat(Body):
     """The format of the text."""
@@ -181,7 +198,10 @@ class ResponseBody(SampledBody):
     neutral = neutral.RESPONSES
     needed: ClassVar[Mapping[str, str]] = {
         **NEEDED,
-        "tool_choice": CHOICE_OF_TOOLS.format('{"type": "function", "name": NAME}'),
+        "tool_choice": CHOICE_OF_TOOLS.format(
+            '{"type": "function", "name": NAME}',
+            '{"type": "allowed_tools", "mode": "auto" or "required", "tools": FUNCTIONS}',
+        ),
     }
 
     input: Annotated[
@@ -200,7 +220,7 @@ class ResponseBody(SampledBody):
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -239,9 +259,7 @@ class ResponseBody(SampledBody):
         """
         given = self.model_dump(include={*SampledBody.model_fields}, exclude_unset=True, by_alias=True)
         form = None if self.text is None or self.text.format is None else self.text.format.for_chat()
-        choice: object = self.tool_choice
-        if isinstance(choice, ChosenFunction):
-            choice = {"type": "function", "function": {"name": choice.name}}
+        choice = self.tool_choice
         tools = [{"type": "function", "function": _without_type(tool)} for tool in self.tools or ()]
         fields = {
             **given,
@@ -249,7 +267,7 @@ class ResponseBody(SampledBody):
             "max_completion_tokens": self.max_output_tokens,
             "response_format": form,
             "tools": tools,
-            "tool_choice": choice,
+            "tool_choice": choice.for_chat() if isinstance(choice, ChosenFunction | AllowedTools) else choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             "chat_template_kwargs": self.chat_template_kwargs,

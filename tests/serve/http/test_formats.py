@@ -209,6 +209,34 @@ def test_a_streamed_call_that_is_required_follows_its_schema(chat):
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
+def allowed(mode: str, *names: str) -> dict:
+    """The choice of these functions alone."""
+    functions = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": functions}}
+
+
+@pytest.mark.parametrize("name", ["trip", "stop"])
+def test_only_an_allowed_function_is_called(chat, name):
+    answer = chat([SECTION], tools=[TRIP, STOP], tool_choice=allowed("auto", name), parallel_tool_calls=False)
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == name
+
+
+@pytest.mark.parametrize("name", ["trip", "stop"])
+def test_a_streamed_call_that_is_required_is_of_an_allowed_function(chat, name):
+    choice = allowed("required", name)
+    chunks = chat(tools=[TRIP, STOP], tool_choice=choice, parallel_tool_calls=False, stream=True)
+    calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert [call.function.name for call in calls] == [name]
+    assert are_valid(calls)
+
+
+def test_a_model_with_allowed_functions_may_write_text(chat, tokenizer):
+    bias = {"logit_bias": {str(tokenizer.end): 8}}
+    (choice,) = chat(tools=[TRIP, STOP], tool_choice=allowed("auto", "stop"), extra_body=bias).choices
+    assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
+
+
 def test_a_required_call_comes_after_a_thought(chat):
     likely = [THOUGHT_END]
     (choice,) = chat(
@@ -257,6 +285,10 @@ def test_with_a_format_and_tools_the_answer_is_one_of_them(chat, likely):
         ({"tool_choice": "required"}, "tool_choice", "tool_choice must be 'none' or 'auto' without tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "go"}}, "tools": [TRIP, STOP]}, "tool_choice",
          "tool_choice must name a function of tools, 'trip', 'stop', not 'go'"),
+        ({"tool_choice": allowed("auto", "stop", "go"), "tools": [TRIP, STOP]}, "tool_choice",
+         "tool_choice must name a function of tools, 'trip', 'stop', not 'go'"),
+        ({"tool_choice": allowed("auto", "stop")}, "tool_choice",
+         "tool_choice must be 'none' or 'auto' without tools"),
         ({"tool_choice": "required", "tools": [
             STOP, {"type": "function", "function": {"name": "a", "parameters": {"type": "fruit"}}}]},
          "tools.1.function.parameters", "tools.1.function.parameters must have the type 'object', not 'fruit'"),
@@ -268,7 +300,10 @@ def test_with_a_format_and_tools_the_answer_is_one_of_them(chat, likely):
         ({"tool_choice": "required", "tools": [STOP], "extra_body": {"min_tokens": 3}}, "min_tokens",
          "min_tokens must be 0 for a text that follows a grammar, not 3"),
     ],
-    ids=["no tools", "no such function", "no object", "no schema", "no name", "min_tokens"],
+    ids=[
+        *("no tools", "no such function", "no such allowed function", "allowed without tools"),
+        *("no object", "no schema", "no name", "min_tokens"),
+    ],
 )  # fmt: skip
 def test_calls_that_cannot_be_made_are_refused(chat, fields, param, message):
     with pytest.raises(openai.BadRequestError) as caught:

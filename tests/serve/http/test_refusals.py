@@ -133,9 +133,11 @@ def test_a_body_that_is_no_json_object(served, body, message):
         ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": [{**PART, "a": 1}]}]},
          "messages.0.content.0.a", "messages.0.content.0.a is unknown, or not supported here"),
         ("chat/completions", {**CHAT, "tool_choice": "zz"}, "tool_choice",
-         """tool_choice must be 'none', 'auto', 'required', or {"type": "function", "function": {"name": NAME}}"""),
+         """tool_choice must be 'none', 'auto', 'required', or {"type": "function", "function": {"name": NAME}} """
+         """or {"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": FUNCTIONS}}, not """),
         ("responses", {**RESPONSE, "tool_choice": "zz"}, "tool_choice",
-         """tool_choice must be 'none', 'auto', 'required', or {"type": "function", "name": NAME}, not 'zz'"""),
+         """tool_choice must be 'none', 'auto', 'required', or {"type": "function", "name": NAME} """
+         """or {"type": "allowed_tools", "mode": "auto" or "required", "tools": FUNCTIONS}, not 'zz'"""),
         ("responses", {**RESPONSE, "input": 5}, "input", "input must be a text, or a list of items, not 5"),
         ("responses", {**RESPONSE, "input": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
          "input.0.content.0.type", "input.0.content.0.type must be 'input_text' or 'output_text', not 'text'"),

@@ -225,6 +225,14 @@ def test_a_response_repeats_its_tools(respond):
     assert (response.tools[0].name, response.tool_choice.name) == ("add", "add")
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_a_response_repeats_the_tools_that_are_allowed(respond, mode):
+    functions = [{"type": "function", "name": "add"}]
+    chosen = {"type": "allowed_tools", "mode": mode, "tools": functions}
+    response = respond([CALLS], tools=[TOOL], tool_choice=chosen)
+    assert response.tool_choice.model_dump() == chosen
+
+
 @pytest.mark.one_case
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
@@ -243,6 +251,9 @@ def test_a_response_repeats_its_tools(respond):
         ({"input": [{"role": "user"}]}, "input.0.content", "input.0.content is missing"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "tools.0.type must be 'function', not 'web_search'"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "go"}}, "tool_choice",
+         "tool_choice must name a function of tools, 'add', not 'go'"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [
+            {"type": "function", "name": "go"}]}}, "tool_choice",
          "tool_choice must name a function of tools, 'add', not 'go'"),
         ({"tools": [{**TOOL, "strict": True, "parameters": {"type": "fruit"}}]}, "tools.0.parameters",
          "tools.0.parameters must have the type 'object', not 'fruit'"),
