@@ -33,6 +33,7 @@ class FakeEngine:
     A request whose prompt ends with NAN fails alone, at its third token.
     """
 
+    PREFILL_SECONDS = 1e-9  # that its outputs name
     idle_seconds: float | None = None
 
     def __init__(
@@ -122,7 +123,7 @@ class FakeEngine:
             reason = FinishReason.STOP if index + 1 == len(self.answer) else reason
         if any(stop in text for stop in sampling.stop):
             text, reason = "", FinishReason.STOP
-        return Output(request.id, (token,), text, logprobs, reason)
+        return Output(request.id, (token,), text, logprobs, reason, prefill_seconds=self.PREFILL_SECONDS)
 
 
 class Pair:

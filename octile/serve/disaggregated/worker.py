@@ -224,7 +224,8 @@ class PrefillWorker(_Worker):
             if n_pages <= self.pool.n_free:
                 pages = self.pool.fill(request.pages[:n_pages])
                 logprobs = output.logprobs[0] if output.logprobs else None
-                first = FirstToken(output.tokens[0], logprobs, output.prompt_logprobs, output.cached_tokens)
+                known = output.prompt_logprobs, output.cached_tokens, output.prefill_seconds
+                first = FirstToken(output.tokens[0], logprobs, *known)
                 self.connection.send(Prefilled(output.request_id, first, pages))
                 self.engine.cancel(request.id)
             else:

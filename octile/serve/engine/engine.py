@@ -13,6 +13,7 @@ engine drafts, a pass of the multi-token prediction layer. The engine has no thr
 from __future__ import annotations
 
 import math
+import time
 from array import array
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -127,13 +128,14 @@ class FirstToken(NamedTuple):
     Attributes:
         token: the token.
         logprobs, prompt_logprobs: log-probabilities of it and of the prompt, if they were asked for.
-        cached_tokens: as in `Output`.
+        cached_tokens, prefill_seconds: as in `Output`.
     """
 
     token: int
     logprobs: TokenLogprobs | None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     cached_tokens: int = 0
+    prefill_seconds: float = 0.0
 
 
 class Engine:
@@ -254,7 +256,7 @@ class Engine:
         if request.id in self._compiling:  # the grammar begins with the first token
             wait([self._compiling[request.id]])
         request.latents, request.prompt_logprobs = latents, [*first.prompt_logprobs]
-        request.n_cached = first.cached_tokens
+        request.n_cached, request.admitted = first.cached_tokens, time.perf_counter() - first.prefill_seconds
         self._adopted.append((request, first))
 
     def get(self, request_id: int) -> Request | None:
@@ -916,10 +918,11 @@ class Engine:
             self._remove(request, reason)
         prompt_logprobs = tuple(request.prompt_logprobs)
         request.prompt_logprobs.clear()
+        prefill_seconds = time.perf_counter() - request.admitted if length == len(request.prompt) else 0.0
         return Output(
             request.id, tuple(tokens[length:]), text, tuple(logprobs[: len(tokens) - length]), reason, error, version,
             has_old_latents, prompt_logprobs, request.n_cached, stopped_by, end_logprobs, request.drafted_tokens,
-            request.accepted_tokens, is_request_error,
+            request.accepted_tokens, is_request_error, prefill_seconds,
         )  # fmt: skip
 
     def _remove(self, request: Request, reason: FinishReason) -> None:

@@ -215,6 +215,7 @@ class Output(NamedTuple):
         drafted_tokens, accepted_tokens: draft tokens that were verified for the request so far, and those of them that
             were accepted and are among its tokens.
         is_request_error: whether the error is that of the request, as of a grammar that no token can follow.
+        prefill_seconds: time since the request was first admitted, in the output that has its first token.
     """
 
     request_id: int
@@ -232,6 +233,7 @@ class Output(NamedTuple):
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     is_request_error: bool = False
+    prefill_seconds: float = 0.0
 
 
 class PromptLatents(Protocol):
@@ -270,6 +272,7 @@ class Request:
         draft_count: how many it has in its next step; None: the engine does not draft.
         drafted_tokens, accepted_tokens: as in `Output`.
         was_admitted: whether it has run before.
+        admitted: when it was first admitted, by `time.perf_counter`.
         n_cached: tokens of its prompt whose latents were in the cache when it first ran.
         latents: latents of its prompt, until it is admitted, if another process has prefilled it.
         weights_versions: which weights have chosen its tokens: (position in `tokens`, version of the weights from there
@@ -296,6 +299,7 @@ class Request:
     drafted_tokens: int = field(init=False, default=0)
     accepted_tokens: int = field(init=False, default=0)
     was_admitted: bool = field(init=False, default=False)
+    admitted: float = field(init=False, default=0.0)
     n_cached: int = field(init=False, default=0)
     latents: PromptLatents | None = field(init=False, default=None)
     weights_versions: list[tuple[int, int]] = field(init=False, default_factory=list)

@@ -19,6 +19,7 @@ it, or are preempted, or go on with their latents, which are then shared with no
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -232,6 +233,7 @@ class Scheduler:
             self.shared_tokens += request.n_computed
             if request.latents is None:  # otherwise the engine that has prefilled it knows
                 request.n_cached = request.n_computed
+                request.admitted = time.perf_counter()
             request.was_admitted = True
         if request.latents is not None:
             request.latents.write(request.pages, len(shared))

@@ -54,6 +54,12 @@ class Metrics(Observer):
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self._first = self._histogram("time_to_first_token_seconds", "Time from a request to its first token.", LONG)
+        text = "Time from a request to its admission, in which it waits for pages or for a slot."
+        self._queued = self._histogram("request_queue_time_seconds", text, LONG)
+        text = "Time from a request's admission to its first token."
+        self._prefilled = self._histogram("request_prefill_time_seconds", text, LONG)
+        text = "Time from the first token of a choice to its last."
+        self._decoded = self._histogram("request_decode_time_seconds", text, LONG)
         self._next = self._histogram("inter_token_latency_seconds", "Time between two tokens of a choice.", SHORT)
         self._whole = self._histogram("e2e_request_latency_seconds", "Time from a request to its last token.", LONG)
         labels = ("model_name", "finished_reason")
@@ -67,12 +73,17 @@ class Metrics(Observer):
         for path, status in product(ALERT_PATHS, ALERT_STATUSES):
             self._responses.labels(path, str(status))
 
-    def first_token(self, seconds: float, name: str) -> None:  # noqa: D102
+    def first_token(self, seconds: float, prefill_seconds: float, name: str) -> None:  # noqa: D102
         self._first.observe(seconds, _exemplar(name))
+        self._queued.observe(seconds - prefill_seconds)
+        self._prefilled.observe(prefill_seconds)
 
     def next_tokens(self, seconds: float, count: int) -> None:  # noqa: D102
         for _ in range(count):
             self._next.observe(seconds / count)
+
+    def decoded(self, seconds: float) -> None:  # noqa: D102
+        self._decoded.observe(seconds)
 
     def ended(self, seconds: float, reason: FinishReason, name: str) -> None:  # noqa: D102
         self._ended.labels(self._model, str(reason)).inc()

@@ -38,11 +38,17 @@ CLOSE = None  # what ends the thread of a sender
 class Observer:
     """What happens to choices, for whoever counts it. This one counts nothing."""
 
-    def first_token(self, seconds: float, name: str) -> None:
-        """A choice has its first token, so many seconds after it was submitted under a name."""
+    def first_token(self, seconds: float, prefill_seconds: float, name: str) -> None:
+        """A choice has its first token, so many seconds after it was submitted under a name.
+
+        It was admitted `prefill_seconds` ago.
+        """
 
     def next_tokens(self, seconds: float, count: int) -> None:
         """A choice has `count` further tokens, so many seconds after the last one."""
+
+    def decoded(self, seconds: float) -> None:
+        """A choice has its last token, so many seconds after its first one."""
 
     def ended(self, seconds: float, reason: FinishReason, name: str) -> None:
         """A choice has ended, so many seconds after it was submitted under a name."""
@@ -58,7 +64,8 @@ class _Choice:
     def __init__(self, stream: Stream, index: int, request: Request):
         self.stream, self.index, self.request_id = stream, index, request.id
         self.submitted = time.perf_counter()
-        self.last_token: float | None = None
+        self.first_token: float | None = None
+        self.last_token = 0.0
         self.outputs: list[Output] = []  # that the reader has not seen yet
         self.is_finished = False
 
@@ -66,15 +73,22 @@ class _Choice:
         """Record an output."""
         self.outputs.append(output)
         if output.tokens:
-            if self.last_token is None:
-                observer.first_token(now - self.submitted, self.stream.name)
+            if self.first_token is None:
+                self.first_token = now
+                observer.first_token(now - self.submitted, output.prefill_seconds, self.stream.name)
             else:
                 observer.next_tokens(now - self.last_token, len(output.tokens))
             self.last_token = now
         if output.finish_reason is not None:
-            self.is_finished = True
-            observer.ended(now - self.submitted, output.finish_reason, self.stream.name)
+            self.end(output.finish_reason, now, observer)
             self.stream.wake()
+
+    def end(self, reason: FinishReason, now: float, observer: Observer) -> None:
+        """Record the end."""
+        self.is_finished = True
+        if self.first_token is not None:
+            observer.decoded(self.last_token - self.first_token)
+        observer.ended(now - self.submitted, reason, self.stream.name)
 
 
 class Stream:
@@ -223,8 +237,7 @@ class EngineClient:
         self._streams.discard(stream)
         for choice in stream.choices:
             if not choice.is_finished:
-                choice.is_finished = True
-                self.observer.ended(time.perf_counter() - choice.submitted, FinishReason.CANCELED, stream.name)
+                choice.end(FinishReason.CANCELED, time.perf_counter(), self.observer)
                 del self._choices[choice.request_id]
                 self._sender.send(Cancel(choice.request_id))
 

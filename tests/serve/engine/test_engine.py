@@ -4,14 +4,15 @@ import math
 import random
 from dataclasses import replace
 from itertools import pairwise
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from octile.serve.engine import drafts, sampler
 from octile.serve.engine.config import EngineConfig
-from octile.serve.engine.engine import Engine
-from octile.serve.engine.request import FinishReason, RequestFactory, Sampling
+from octile.serve.engine.engine import Engine, FirstToken
+from octile.serve.engine.request import FinishReason, PromptLatents, Request, RequestFactory, Sampling
 from tests.serve.engine.test_request import WithTypicalP
 from tests.serve.fake_runner import FakeRunner
 
@@ -70,6 +71,42 @@ def test_every_request_gets_the_text_that_it_gets_alone(engine_of, seed, n_draft
     assert (stats.used_pages, stats.waiting, stats.running, stats.finished) == (0, 0, 0, 25)
     assert (stats.acceptance_rate or 0) > (0.3 if n_drafts else -1)
     assert (runner.decode_steps > 0) == (max_ahead > 0)
+
+
+class Clock:
+    """The engine's clock, which a test sets."""
+
+    now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    for module in ("engine", "scheduler"):
+        monkeypatch.setattr(f"octile.serve.engine.{module}.time", clock)
+    return clock
+
+
+def test_the_time_of_prefill_begins_at_the_admission(engine_of, clock):
+    engine = engine_of(max_batch=1, max_step_tokens=8)
+    for prompt in ([1] * 4, [2] * 20):  # one chunk, and three chunks of 8 tokens at most
+        engine.add(prompt, Sampling(2, ignore_eos=True))
+    found = []
+    while engine.has_work:
+        found += [(output.request_id, output.prefill_seconds) for output in engine.step()]
+        clock.now += 1
+    assert found == [(0, 0.0), (0, 0.0), (1, 2.0), (1, 0.0)]
+
+
+def test_the_time_of_prefill_contains_that_of_another_engine(engine_of, clock):
+    engine, request = engine_of(), Request(0, [1, 2, 3], Sampling(2, ignore_eos=True), 0)
+    engine.adopt(request, FirstToken(9, None, prefill_seconds=5.0), Mock(spec=PromptLatents))
+    clock.now += 1
+    first, *_ = engine.step()
+    assert (first.tokens, first.prefill_seconds) == ((9,), 6.0)
 
 
 def test_drafts_take_fewer_steps(engine_of):

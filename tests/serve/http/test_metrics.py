@@ -37,6 +37,8 @@ def test_counts_and_times_of_requests(serve):
     assert found["octile_time_to_first_token_seconds_count"] == 2
     assert found["octile_inter_token_latency_seconds_count"] == 18
     assert found["octile_e2e_request_latency_seconds_count"] == 2
+    for part in ("queue", "prefill", "decode"):
+        assert found[f"octile_request_{part}_time_seconds_count"] == 2
     assert found["octile_num_requests_running"] == found["octile_num_requests_waiting"] == 0
     assert found["octile_kv_cache_usage_perc"] == 0
     assert found["octile_http_responses_total /v1/completions 200"] == 1
@@ -88,6 +90,15 @@ def test_steps_that_are_launched_ahead_are_counted():
     lines = Metrics("micro", lambda: Stats(steps=5, steps_ahead=3), lambda: 0.0).text()[0].decode().splitlines()
     assert 'octile_engine_steps_total{model_name="micro"} 5.0' in lines
     assert 'octile_engine_steps_ahead_total{model_name="micro"} 3.0' in lines
+
+
+def test_the_time_to_the_first_token_is_divided_by_the_admission():
+    metrics = Metrics("micro", Stats, lambda: 0.0)
+    metrics.first_token(5.0, 2.0, "a")
+    metrics.decoded(7.0)
+    lines = metrics.text()[0].decode().splitlines()
+    for part, seconds in (("queue", 3.0), ("prefill", 2.0), ("decode", 7.0)):
+        assert f'octile_request_{part}_time_seconds_sum{{model_name="micro"}} {seconds}' in lines
 
 
 def test_the_age_of_a_step_and_the_silence_of_a_process_are_gauges():

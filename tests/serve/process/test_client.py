@@ -158,11 +158,15 @@ def test_the_observer_sees_each_choice_once(tokenizer):
     seen = []
 
     class Recorder(Observer):
-        def first_token(self, seconds, name):
-            seen.append(("first", name))
+        def first_token(self, seconds, prefill_seconds, name):
+            seen.append(("first", prefill_seconds, name))
 
         def next_tokens(self, seconds, count):
             seen.append(count)
+
+        def decoded(self, seconds):
+            assert seconds > 0
+            seen.append("decoded")
 
         def ended(self, seconds, reason, name):
             seen.append((str(reason), name))
@@ -174,7 +178,8 @@ def test_the_observer_sees_each_choice_once(tokenizer):
         stream.close()
 
     run(tokenizer, body, Recorder())
-    assert seen == [("first", "a"), 1, 1, ("length", "a"), ("canceled", "b")]
+    prefill_seconds = FakeEngine.PREFILL_SECONDS
+    assert seen == [("first", prefill_seconds, "a"), 1, 1, "decoded", ("length", "a"), ("canceled", "b")]
 
 
 class Clock:
