@@ -9,7 +9,8 @@ Each run has its own process. A GPU has one run, or `--share` runs if all are of
 names. Jobs start in the order of the list, or of `--jobs`. A job that would not end in time, judged by the speed of
 similar runs, is skipped for a shorter one. A job that continues from another waits for the weights and moments that it
 saves. At the deadline no job starts any more, and running ones are asked to stop and write what they have. A job that
-fails does not affect the others: the end of its log is recorded. OUT/JOB.json.gz is a run's result
+fails does not affect the others: the end of its log is recorded. If it had made steps, it is started once more, since
+GPUs fail, too; JOB.failed.gz and JOB.failed.log are those of the first time. OUT/JOB.json.gz is a run's result
 (`experiments.loss.job`), OUT/JOB.log its output. A job that both `--known` and `--jobs` name is run again.
 """
 
@@ -111,6 +112,19 @@ class Queue:
             if running.process.returncode:
                 record_failure(self.out, running.job, running.process.returncode)
             update_result(self.out, running.job, {"shared": running.slots < self.slots})  # a shared GPU: no valid speed
+            if running.process.returncode and self._had_steps(running.job):
+                self._try_again(running.job)
+
+    def _had_steps(self, job: Job) -> bool:
+        return bool(read_result(result_file(self.out, job.name)).get("steps"))
+
+    def _try_again(self, job: Job) -> None:
+        """Start a job that has failed once more, before the others, so that its seed is complete."""
+        if (kept := self.out / f"{job.name}.failed.gz").exists() or time.time() > self.deadline:
+            return
+        result_file(self.out, job.name).rename(kept)
+        (self.out / f"{job.name}.log").rename(kept.with_suffix(".log"))
+        self.waiting.insert(0, job)
 
     def _slots_needed(self, job: Job) -> int:
         return 1 if {job.size, job.group} & self.together else self.slots

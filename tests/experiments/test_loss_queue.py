@@ -11,7 +11,7 @@ import pytest
 from experiments.loss import run as module
 from experiments.loss.jobs import branch, job
 from experiments.loss.run import Queue, main, print_state
-from experiments.loss.runs import read_runs, result_file, write_result
+from experiments.loss.runs import read_result, read_runs, result_file, write_result
 
 SMALL, LARGE = (job("rate", size, "bf16", 0, 1e6) for size in ("30m", "150m"))
 FAILS = job("rate", "30m", "int8_tiles", 0, 1e6)
@@ -31,6 +31,11 @@ result = {"job": job, "state": "running", "speed": [1e5], "steps": [1], "loss": 
 if job["recipe"] == "int8_tiles":
     sys.exit("no tensor core for this")
 write(result)
+if store == "breaks":
+    with open(os.path.dirname(out) + "/" + job["name"] + ".begun", "a") as begun:
+        begun.write("1")
+    if job["name"] == "breaks":
+        sys.exit("the GPU has failed")
 limit = time.time() + (30 if store == "slow" else 0.05)
 while time.time() < limit and not stop:
     time.sleep(0.02)
@@ -68,6 +73,18 @@ def test_a_job_that_fails_costs_only_itself_and_leaves_its_log(queue, capsys):
     assert not any(result["shared"] for result in read_runs(q.out))
     print_state(q.out)
     assert "no tensor core for this" in capsys.readouterr().out
+
+
+def test_a_job_that_fails_after_steps_is_started_once_more_before_the_others(queue):
+    breaks = replace(SMALL, name="breaks")
+    q = queue([breaks, SMALL], store="breaks")
+    q.run()
+    assert states(q) == {"breaks": "failed", SMALL.name: "done"}
+    assert (q.out / "breaks.begun").read_text() == "11"  # twice, and not a third time
+    assert (q.out / "breaks.failed.log").read_text() == (q.out / "breaks.log").read_text() == "the GPU has failed\n"
+    assert read_result(q.out / "breaks.failed.gz")["state"] == "failed"
+    begun = [(q.out / f"{name}.begun").stat().st_mtime_ns for name in ("breaks", SMALL.name)]
+    assert begun == sorted(begun)
 
 
 def test_at_the_deadline_running_jobs_are_stopped_and_write_partial_results(queue, monkeypatch):
