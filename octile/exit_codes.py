@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from octile.checkpoint.files import DISK_ERRORS
+from octile.gpu_failure import gpu_failure, is_gpu_failure
 from octile.signals import Terminated, terminable, termination_ignored
 from octile.text import escape_control_characters
 from octile.torchrun import count_ranks, own_rank
@@ -46,7 +47,7 @@ def run_and_exit(command: Callable[[], object]) -> None:
     except Exception as error:
         if os.environ.get("OCTILE_TRACEBACK"):
             raise
-        _fail(*explain(error, raised))
+        _fail(*explain(error, raised), at_once=is_gpu_failure(error))
 
 
 def _warn(
@@ -73,7 +74,9 @@ def explain(error: Exception, raised: Sequence[type[KeyboardInterrupt]] = ()) ->
         return str(error), code
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         message = f"{error.strerror}: {error.filename or 'while writing'}; what was complete is still there"
-        return "; ".join((message, *getattr(error, "__notes__", ()))), FAILURE
+        return _with_notes(message, error), FAILURE
+    if is_gpu_failure(error):
+        return _with_notes(gpu_failure(error), error), FAILURE
     if isinstance(error, FloatingPointError) or (isinstance(error, MemoryError) and _raised_by_octile(error)):
         return str(error), FAILURE
     if isinstance(error, OSError) and error.filename is not None:  # the system's message without its number
@@ -83,6 +86,10 @@ def explain(error: Exception, raised: Sequence[type[KeyboardInterrupt]] = ()) ->
     if isinstance(error, OSError) or (isinstance(error, ValueError | ImportError) and _raised_by_octile(error)):
         return str(error), USER_ERROR
     return f"{type(error).__name__}: {error} (OCTILE_TRACEBACK=1 shows where)", FAILURE
+
+
+def _with_notes(message: str, error: Exception) -> str:
+    return "; ".join((message, *getattr(error, "__notes__", ())))
 
 
 def _explain_interrupt(kind: type[KeyboardInterrupt]) -> tuple[str, int]:
@@ -98,7 +105,8 @@ def _raised_by_octile(error: BaseException) -> bool:
     return file == script or Path(file).is_relative_to(Path(__file__).parent)
 
 
-def _fail(message: str, code: int) -> NoReturn:
+def _fail(message: str, code: int, at_once: bool = False) -> NoReturn:
+    """Print a failure and end the process, `at_once` without destructors: those of tensors abort on a failed GPU."""
     line = " ".join(message.split())
     if sys.stderr.isatty():  # a message quotes files and their names
         line = escape_control_characters(line)
@@ -108,6 +116,9 @@ def _fail(message: str, code: int) -> NoReturn:
         except BrokenPipeError:  # it has the reader of the output, which has ended
             _discard(sys.stdout)
             _discard(sys.stderr)
+        if at_once:
+            sys.stdout.flush()
+            os._exit(code)
         sys.exit(code)
     from octile.parallel.ranks import fail
 

@@ -43,6 +43,21 @@ def test_a_note_of_a_full_disk_ends_its_line(capsys, monkeypatch):
     assert call(capsys, "train")[2].endswith("; to continue: octile train --resume --out run\n")
 
 
+def test_a_failed_gpu_is_one_line_after_which_no_destructor_runs(capsys, monkeypatch):
+    error = torch.AcceleratorError("CUDA error: unspecified launch failure\nSearch for `cudaErrorLaunchFailure' in …")
+    error.add_note("to continue: octile train --resume --out run")
+    failing(monkeypatch, error)
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    _, out, err = call(capsys, "train")
+    assert ended == [1]
+    assert (out, err) == (
+        "",
+        "octile: the GPU has failed: unspecified launch failure; CUDA_ENABLE_COREDUMP_ON_EXCEPTION=1 writes a file "
+        "that names the kernel; to continue: octile train --resume --out run\n",
+    )
+
+
 def test_what_the_system_refuses_is_said_without_its_number(capsys, monkeypatch):
     failing(monkeypatch, PermissionError(errno.EACCES, os.strerror(errno.EACCES), "run/model"))
     assert call(capsys, "train")[::2] == (2, "octile: 'run/model': Permission denied\n")

@@ -489,6 +489,21 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_names_the_command_that_conti
     assert notes == [f"to continue from the last checkpoint: octile train --resume --out {out}"]
 
 
+def test_a_failed_gpu_names_the_command_that_continues(text, tmp_path, monkeypatch):
+    launch = Trainer.launch
+
+    def fail(self):
+        if self.steps_done == 3:
+            raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+        return launch(self)
+
+    monkeypatch.setattr(Trainer, "launch", fail)
+    out = tmp_path / "run"
+    with pytest.raises(torch.AcceleratorError) as failed:
+        train(micro(data=str(text), out=out), False, silent_console())
+    assert failed.value.__notes__ == [f"to continue from the last checkpoint: octile train --resume --out {out}"]
+
+
 def test_a_disk_that_is_full_before_the_first_checkpoint_names_the_command_that_starts_again(
     tmp_path, train_until_the_disk_is_full
 ):
