@@ -1,9 +1,18 @@
 """Atomic writing of files, and checksums that reveal damage.
 
 A rename is atomic, so nothing is written under its final name: `atomic_write` writes a temporary file in the same
-folder, forces it to disk and renames it. `staged` does so for several files that belong together: they are written
-into a folder inside their destination, and octile.json with their checksums comes last. A crash before that leaves
-the old files; after it `finish_interrupted` carries out the renames that are still missing.
+folder, forces it to disk and renames it. `staged` does so for several files that belong together, in a folder inside
+their destination, which has one of these states:
+
+    .octile-partial/new                  new files, being written; the destination has the old ones
+    .octile-complete-ID/new and old      all new files are written; what they replace is moved to `old`
+    .octile-complete-ID/new, replaced    the new files are moved to the destination; then this folder is removed
+
+The rename to .octile-complete-ID is the commit: a crash before it leaves the old files, and after it whoever opens the
+destination next carries out the moves that are missing (`finish_interrupted`). Several processes may do so at once, and
+the writer with them: each move succeeds in one of them. A process that falls behind disturbs neither the new files nor
+a later replacement: what it would still move away goes to `old`, which has another name by then, and a later
+replacement has another ID.
 """
 
 import errno
@@ -11,6 +20,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +31,8 @@ from typing import Any, BinaryIO
 from octile.validation import read_json
 
 RECORD = "octile.json"
-STAGING = ".octile-partial"
+STAGING, COMPLETE = ".octile-partial", ".octile-complete-"
+NEW, OLD, REPLACED = "new", "old", "replaced"  # folders in them
 CONFIG = "config.json"  # of a model, in Hugging Face's layout
 GENERATION_CONFIG = "generation_config.json"  # how texts of a model are sampled and end
 DEVICES = Path("/dev")  # also has links such as stdout, which may lead to a file
@@ -235,35 +246,72 @@ def staged(folder: Path) -> Iterator[Path]:
     staging = folder / STAGING
     created = not folder.exists()
     shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
+    (staging / NEW).mkdir(parents=True)
+    (staging / OLD).mkdir()
     try:
-        yield staging
-        names = sorted(path.name for path in staging.iterdir())
-        write_record(staging, (name for name in names if WEIGHT_FILE.fullmatch(name) or name in RECORDED))
+        yield staging / NEW
+        names = sorted(path.name for path in (staging / NEW).iterdir())
+        write_record(staging / NEW, (name for name in names if WEIGHT_FILE.fullmatch(name) or name in RECORDED))
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         if created:
             with suppress(OSError):
                 folder.rmdir()
         raise
+    os.replace(staging, folder / f"{COMPLETE}{secrets.token_hex(8)}")
+    sync_folder(folder)
     finish_interrupted(folder)
 
 
 def finish_interrupted(folder: Path) -> None:
-    """Complete the renames of a `staged` replacement that was interrupted after octile.json was written, if any."""
+    """Complete the moves of a `staged` replacement that is among them, or was interrupted there, if any.
 
-    staging = folder / STAGING
-    if not (staging / RECORD).exists():
-        return
-    new = read_record(staging)
-    for path in staging.iterdir():
-        if path.name != RECORD:
-            if path.is_dir():  # a rename replaces no folder that holds files
-                remove(folder / path.name)
-            os.replace(path, folder / path.name)
-    for path in folder.iterdir():
-        if WEIGHT_FILE.fullmatch(path.name) and path.name not in new:
-            path.unlink()
-    os.replace(staging / RECORD, folder / RECORD)
-    staging.rmdir()
+    Raises:
+        PermissionError: the folder is not writable.
+    """
+    for replacement in folder.glob(f"{COMPLETE}*"):
+        try:
+            _finish(replacement, folder)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            raise PermissionError(
+                f"{folder} holds a save that was interrupted, or has not ended yet, and only who may write there can "
+                "complete it: load it once with write permission"
+            ) from error
+        shutil.rmtree(replacement, ignore_errors=True)  # another process may do so, too
+
+
+def _finish(replacement: Path, folder: Path) -> None:
+    """Carry out the moves of a replacement that neither this process nor another one has made yet."""
+    new, old = replacement / NEW, replacement / OLD
+    if old.exists():
+        names = set(_names(new))  # all, or `old` was renamed in the meantime, and nothing is moved
+        for path in folder.iterdir():
+            if path.name in names:
+                is_in_the_way = path.is_dir() or (new / path.name).is_dir()  # only a file replaces a file
+            else:
+                is_in_the_way = WEIGHT_FILE.fullmatch(path.name) is not None
+            if is_in_the_way:
+                _move(path, old)
+        with suppress(FileNotFoundError):
+            os.replace(old, replacement / REPLACED)
+    with suppress(FileNotFoundError):
+        sync_folder(replacement)  # a power failure must not bring `old` back when new files are in place
+    for name in sorted(_names(new), key=RECORD.__eq__):
+        _move(new / name, folder)
     sync_folder(folder)
+
+
+def _names(folder: Path) -> list[str]:
+    """Return the names in a folder; none if another process has removed it."""
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
+
+def _move(path: Path, folder: Path) -> None:
+    """Move a file or folder into a folder, unless another process has moved it, or the folder."""
+    with suppress(FileNotFoundError):
+        os.replace(path, folder / path.name)

@@ -322,6 +322,7 @@ def checkpoint_folder(path: str | Path) -> Path:
 
     Raises:
         FileNotFoundError: there is none.
+        PermissionError: its save was interrupted, and it is not writable.
         ValueError: it is a LoRA adapter.
     """
     path = Path(path)

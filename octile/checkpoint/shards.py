@@ -35,6 +35,7 @@ class Shards:
 
     Raises:
         FileNotFoundError: the folder, its weights, or a file that the index names is missing.
+        PermissionError: a save was interrupted, and the folder is not writable.
         ValueError: a file is damaged, the index does not fit the files, two files hold one tensor, or there is none.
     """
 

@@ -1,5 +1,8 @@
+import errno
 import json
 import os
+import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -21,20 +24,38 @@ from octile.checkpoint.files import (
 
 OLD = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "config.json")
 NEW = ("model.safetensors", "config.json")
+WITH_TEMPLATES = (*NEW, "templates/tools.jinja")
+
+
+RENAMES = 9  # of `put(folder, WITH_TEMPLATES)` over OLD: the commit is the second one
 
 
 def contents(folder):
-    return {path.name: path.read_text() for path in folder.iterdir() if path.name != RECORD}
+    """The text of each file, but not of octile.json and of replacements that have not ended."""
+    names = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path.read_text() for name, path in names.items() if path.name != RECORD and name[0] != "."}
+
+
+def replacements(folder):
+    """What there is of replacements that have not ended."""
+    return [path.name for path in folder.glob(".*")]
 
 
 def put(folder, names=NEW, text="new", failure=None, before_renames=lambda staging: None):
     with staged(folder) as staging:
         assert not list(staging.iterdir())
         for name in names:
+            (staging / name).parent.mkdir(exist_ok=True)
             (staging / name).write_text(text)
         if failure is not None:
             raise failure
         before_renames(staging)
+
+
+@pytest.fixture(autouse=True)
+def fast_disk(monkeypatch):
+    """Nothing is forced to the disk of the tests, which may be busy."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 @pytest.fixture
@@ -140,27 +161,144 @@ def test_a_failure_leaves_no_folder_where_there_was_none(tmp_path):
     assert not (tmp_path / "model").exists()
 
 
-@pytest.mark.parametrize("renames", range(3))
-def test_a_crash_among_the_renames_is_completed_later(folder, monkeypatch, renames):
+def before_rename(monkeypatch, number, action):
+    """Call `action` before the rename of a number, from 0, that this process makes next."""
     replace = os.replace
+    count = 0
 
-    def dying(source, target):
-        nonlocal renames
-        if renames == 0:
-            raise KeyboardInterrupt
-        renames -= 1
+    def replace_after_action(source, target):
+        nonlocal count
+        count += 1
+        if count == number + 1:
+            action()
         replace(source, target)
 
-    def die_in_renames(staging):
-        write_record(staging, ["model.safetensors"])  # now, so that only the renames are left
-        monkeypatch.setattr(files, "write_record", lambda *_: None)
-        monkeypatch.setattr(os, "replace", dying)
+    monkeypatch.setattr(os, "replace", replace_after_action)
 
-    with pytest.raises(KeyboardInterrupt):
-        put(folder, before_renames=die_in_renames)
-    monkeypatch.undo()
+
+class Crash(BaseException):
+    """The end of a process."""
+
+
+def crash():
+    raise Crash
+
+
+def crash_before_rename(monkeypatch, number, folder, names, text="new"):
+    """Write a checkpoint, and end before the rename of a number."""
+    with monkeypatch.context() as patch:
+        before_rename(patch, number, crash)
+        with pytest.raises(Crash):
+            put(folder, names, text)
+
+
+def whole(names, text):
+    return {"notes.txt": "mine", **dict.fromkeys(names, text)}
+
+
+@pytest.fixture
+def interrupted(folder, monkeypatch):
+    """A checkpoint whose writer has ended just after its commit: no file is in place yet."""
+    put(folder, (*OLD, "templates/old.jinja"), "old")
+    crash_before_rename(monkeypatch, 2, folder, WITH_TEMPLATES)
+    return folder
+
+
+@pytest.mark.parametrize("number", range(RENAMES))
+def test_a_crash_before_any_rename_leaves_one_whole_checkpoint(folder, monkeypatch, number):
+    crash_before_rename(monkeypatch, number, folder, WITH_TEMPLATES)
     finish_interrupted(folder)
-    assert contents(folder) == {"model.safetensors": "new", "config.json": "new", "notes.txt": "mine"}
+    assert contents(folder) == (whole(OLD, "old") if number < 2 else whole(WITH_TEMPLATES, "new"))
+
+
+def test_all_renames_of_a_replacement_are_tried(folder, monkeypatch):
+    crash_before_rename(monkeypatch, RENAMES - 1, folder, WITH_TEMPLATES)
+    before_rename(monkeypatch, 1, crash)
+    finish_interrupted(folder)
+
+
+@pytest.mark.parametrize("number", range(RENAMES))
+def test_a_reader_between_two_renames_of_a_writer_disturbs_nothing(folder, monkeypatch, number):
+    before_rename(monkeypatch, number, lambda: finish_interrupted(folder))
+    put(folder, WITH_TEMPLATES)
+    assert contents(folder) == whole(WITH_TEMPLATES, "new")
+    assert not replacements(folder)
+
+
+def test_a_reader_leaves_what_a_writer_has_not_committed(folder):
+    def read(staging):
+        write_record(staging, ["model.safetensors"])
+        finish_interrupted(folder)
+        assert (staging / RECORD).exists()
+
+    put(folder, before_renames=read)
+    assert contents(folder) == whole(NEW, "new")
+
+
+@pytest.mark.parametrize("number", range(RENAMES - 1))
+def test_two_readers_complete_an_interrupted_replacement(interrupted, monkeypatch, number):
+    before_rename(monkeypatch, number, lambda: finish_interrupted(interrupted))
+    finish_interrupted(interrupted)
+    assert contents(interrupted) == whole(WITH_TEMPLATES, "new")
+    assert not replacements(interrupted)
+
+
+@pytest.mark.parametrize("number", range(RENAMES - 1))
+def test_a_reader_that_falls_behind_leaves_the_next_replacement_alone(interrupted, monkeypatch, number):
+    newest = (*OLD, "templates/newest.jinja")
+    before_rename(monkeypatch, number, lambda: put(interrupted, newest, "newest"))
+    finish_interrupted(interrupted)
+    assert contents(interrupted) == whole(newest, "newest")
+    assert not replacements(interrupted)
+
+
+@pytest.mark.parametrize("number", range(RENAMES - 1))
+def test_a_reader_that_falls_behind_leaves_the_next_interrupted_replacement_alone(interrupted, monkeypatch, number):
+    newest = (*OLD, "templates/newest.jinja")
+
+    def interrupt():
+        finish_interrupted(interrupted)
+        crash_before_rename(monkeypatch, 2, interrupted, newest, "newest")
+
+    before_rename(monkeypatch, number, interrupt)
+    finish_interrupted(interrupted)
+    finish_interrupted(interrupted)
+    assert contents(interrupted) == whole(newest, "newest")
+
+
+@pytest.mark.parametrize("number", range(RENAMES - 1))
+def test_a_reader_that_falls_behind_leaves_the_next_writer_alone(interrupted, monkeypatch, number):
+    with ExitStack() as writer:
+
+        def begin():
+            staging = writer.enter_context(staged(interrupted))
+            (staging / "config.json").write_text("newest")
+            (staging / "model.safetensors").write_text("newest")
+
+        before_rename(monkeypatch, number, begin)
+        finish_interrupted(interrupted)
+        assert (interrupted / STAGING / files.NEW / "config.json").exists()
+        assert contents(interrupted) == whole(WITH_TEMPLATES, "new")
+    assert contents(interrupted).items() >= whole(NEW, "newest").items()
+
+
+def test_a_folder_that_nobody_may_write_to_says_what_completes_its_save(interrupted, monkeypatch):
+    def refuse(source, target):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), source)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(
+        PermissionError, match=r"holds a save that was interrupted.*: load it once with write permission"
+    ):
+        finish_interrupted(interrupted)
+
+
+def test_a_completed_replacement_is_read_where_its_rest_cannot_be_removed(interrupted, monkeypatch):
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    finish_interrupted(interrupted)
+    before_rename(monkeypatch, 0, crash)
+    finish_interrupted(interrupted)
+    assert contents(interrupted) == whole(WITH_TEMPLATES, "new")
 
 
 def test_what_a_killed_writer_left_is_not_taken_for_a_checkpoint(folder):
@@ -203,10 +341,19 @@ def test_a_written_file_is_renamed_and_then_its_folder_is_forced_to_disk(tmp_pat
     assert disk == ["rename a", f"sync {tmp_path.name}"]
 
 
-def test_the_renames_of_a_checkpoint_are_followed_by_forcing_its_folder_to_disk(tmp_path, disk):
-    put(tmp_path / "model")
-    assert sorted(disk[2:4]) == ["rename config.json", "rename model.safetensors"]
-    assert disk[4:] == [f"rename {RECORD}", "sync model"]
+def test_each_state_of_a_replacement_is_forced_to_disk_before_the_next(tmp_path, disk):
+    put(tmp_path / "model", before_renames=lambda _: disk.clear())
+    commit = next(line.removeprefix("rename ") for line in disk if line.startswith("rename .octile"))
+    assert disk[:6] == [
+        f"rename {RECORD}",
+        "sync new",
+        f"rename {commit}",
+        "sync model",
+        "rename replaced",
+        f"sync {commit}",
+    ]
+    assert sorted(disk[6:8]) == ["rename config.json", "rename model.safetensors"]
+    assert disk[8:] == [f"rename {RECORD}", "sync model"]
 
 
 def test_a_folder_that_cannot_be_written_is_not_named_by_a_temporary_file(tmp_path):
