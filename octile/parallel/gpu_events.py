@@ -7,6 +7,8 @@ import time
 
 import torch
 
+from octile.parallel.ranks import RanksTimeoutError
+
 POLL = 0.0001  # seconds between two looks at an event
 
 
@@ -18,11 +20,11 @@ def wait_for(event: torch.cuda.Event, timeout: float = math.inf) -> None:
         timeout: seconds; infinity waits without looking, as the event was made to wait.
 
     Raises:
-        TimeoutError: the GPU did not come to it in time.
+        RanksTimeoutError: the GPU did not come to it in time.
     """
     begin = time.monotonic()
     while timeout < math.inf and not event.query():
         if time.monotonic() - begin > timeout:
-            raise TimeoutError(f"timed out after {timeout:g} s for the GPU to finish a step")
+            raise RanksTimeoutError(f"timed out after {timeout:g} s for the GPU to finish a step")
         time.sleep(POLL)
     event.synchronize()

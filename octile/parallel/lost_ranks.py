@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from octile.parallel.ranks import FOREVER
+from octile.parallel.ranks import FOREVER, RanksTimeoutError
 
 TAG = 1  # of the bytes; other messages between two ranks have 0
 GRACE = 1.0  # seconds for a collective that waits for the same rank to raise: it says whether it has timed out
@@ -44,13 +44,13 @@ class LostRanks:
         """Wait for the others' farewell, or their end.
 
         Raises:
-            TimeoutError: a rank has neither sent a farewell nor ended in this time.
+            RanksTimeoutError: a rank has neither sent a farewell nor ended in this time.
         """
         latest = time.monotonic() + timeout.total_seconds()
         for thread in self._threads:
             thread.join(max(0.0, latest - time.monotonic()))
             if thread.is_alive():
-                raise TimeoutError("timed out: a rank has sent no farewell")
+                raise RanksTimeoutError("timed out: a rank has sent no farewell")
 
     def _wait(self, rank: int) -> None:
         byte = torch.empty(1, dtype=torch.uint8, device="cpu")

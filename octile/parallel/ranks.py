@@ -18,11 +18,12 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -53,6 +54,22 @@ PATIENCE = timedelta(seconds=3)  # for rank 0 to report the failure that another
 MAX_PATIENCE = timedelta(seconds=60)  # if it has announced one
 POLL, GRACE = 1.0, 3.0  # seconds between two looks at NCCL, and for the failing rank to report what they find itself
 FAILURE, FAILING, POSITION = "failure", "failing", "position"  # keys of the store
+# what errors say, in lower case: of gloo, whose class is RuntimeError, that another rank does not answer or has ended
+GLOO = (
+    "timed out waiting",
+    "application timeout",
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+)
+# of NCCL and of torchrun's store the same, and what NCCL says of its use on this rank
+WAITED = ("timed out", "timing out", "timeout")
+LOST = ("connection closed", "connection reset", "broken pipe", "remote process exit", "ncclremoteerror")
+MISUSE = (
+    "invalid usage", "ncclinvalidusage", "invalid argument", "ncclinvalidargument", "unhandled cuda error",
+    "ncclunhandledcudaerror", "internal error", "ncclinternalerror", "out of memory",
+)  # fmt: skip
+SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\] ")  # before gloo's messages
 # torch warns each rank that a pipeline's sends wait for each other, which they must: both ranks run them in one order
 SEND_WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 
@@ -257,8 +274,7 @@ def _watchdog(ranks: Ranks, errors: Callable[[], set[str]]) -> None:
             return
     time.sleep(GRACE)
     if _joined is ranks and not _is_failing:  # no handler of SIGTERM runs while the main thread waits for the GPU
-        error = explain(TimeoutError("timed out") if "TIMEOUT" in found else dist.DistError("NCCL"))
-        fail(str(error), RanksError.exit_code)
+        fail(_describe(ranks, has_waited="TIMEOUT" in found), RanksError.exit_code)
 
 
 def _nccl_errors(device: torch.device) -> set[str]:
@@ -285,15 +301,24 @@ def leave() -> None:
 
 
 def explain(error: Exception) -> Exception:
-    """Say which rank waited where, if an error is one of the connection to another rank; else return the error."""
+    """Say which rank waited where, if an error is one of the connection to another rank; else return the error.
+
+    What gloo, NCCL or the store said is at the end of the message, its first sentence.
+    """
     if _joined is None or not _is_of_connection(error):
         return error
-    ranks, message = _joined, str(error).lower()
-    if "timed out" in message or "timeout" in message:
+    if isinstance(error, RanksTimeoutError):
+        return RanksError(_describe(_joined, has_waited=True))
+    sentence = re.split(r"\.?(?:\n|$)|\.\s", SOURCE_LINE.sub("", str(error)), maxsplit=1)[0]
+    return RanksError(f"{_describe(_joined, _has(WAITED, error))} ({shown(sentence) or type(error).__name__})")
+
+
+def _describe(ranks: Ranks, has_waited: bool) -> str:
+    """Say that this rank has waited too long for the others, or has lost one, and where all are."""
+    what = "lost the connection to another rank, which has ended"
+    if has_waited:
         what = f"waited {ranks.timeout.total_seconds():g} s for the other ranks"
-    else:
-        what = "lost the connection to another rank, which has ended"
-    return RanksError(f"rank {ranks.rank} {what}{where_ranks_are()}")
+    return f"rank {ranks.rank} {what}{where_ranks_are()}"
 
 
 def where_ranks_are() -> str:
@@ -306,6 +331,11 @@ class RanksError(Exception):
     """Another rank hangs or has ended."""
 
     exit_code = 1
+
+
+@sent_by_name
+class RanksTimeoutError(TimeoutError):
+    """This rank has waited too long for another one, or for its GPU, which waits for another rank's."""
 
 
 def fail(message: str, code: int) -> NoReturn:
@@ -372,11 +402,18 @@ def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
 
 
 def _is_of_connection(error: Exception) -> bool:
-    """Whether gloo, NCCL or the store raised it because another rank does not answer."""
-    words = ("timed out", "timeout", "connection closed by peer", "connection reset", "broken pipe", "nccl")
-    return isinstance(error, dist.DistError | TimeoutError) or (
-        isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
-    )
+    """Whether gloo, NCCL or the store raised it because another rank does not answer.
+
+    A timeout of a file system or of an object store is a `TimeoutError` of Python, and has nothing to do with ranks.
+    """
+    if isinstance(error, dist.DistError):
+        return _has(WAITED + LOST, error) or not _has(MISUSE, error)
+    return isinstance(error, RanksTimeoutError) or (isinstance(error, RuntimeError) and _has(GLOO, error))
+
+
+def _has(words: Collection[str], error: Exception) -> bool:
+    message = str(error).lower()
+    return any(word in message for word in words)
 
 
 def gather_results(group: dist.ProcessGroup | None, work: Callable[[], T], kind: Any = None) -> list[T]:

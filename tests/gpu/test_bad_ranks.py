@@ -29,6 +29,7 @@ def test_a_hang_names_the_rank_and_the_operation(text, tmp_path: Path, options, 
     ended = train(tmp_path, *arguments, *options, "--parallel.timeout=10", f"--out={tmp_path / 'run'}", fault=fault)
     assert ended.statuses == [1, -signal.SIGKILL]
     line = next(line for line in ended.lines[0] if "waited" in line)
-    saved = "(; nothing is saved before the first checkpoint)?"  # not in a line of the thread that asks NCCL
-    where = f"at {waits}; last seen: rank 1 at {hangs}{saved}"
+    # not in a line of the thread that asks NCCL
+    more = r"( \(Timed out waiting [^()]*\))?(; nothing is saved before the first checkpoint)?"
+    where = f"at {waits}; last seen: rank 1 at {hangs}{more}"
     assert re.fullmatch(f"octile: rank 0 waited 10 s for the other ranks, {where}", line)

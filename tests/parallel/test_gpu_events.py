@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from octile.parallel.gpu_events import wait_for
+from octile.parallel.ranks import RanksTimeoutError
 
 
 def test_a_gpu_that_waits_for_another_rank_is_not_waited_for_forever():
-    with pytest.raises(TimeoutError, match=r"timed out after 0\.01 s for the GPU to finish a step"):
+    with pytest.raises(RanksTimeoutError, match=r"timed out after 0\.01 s for the GPU to finish a step"):
         wait_for(SimpleNamespace(query=lambda: False), 0.01)
 
 

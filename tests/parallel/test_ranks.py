@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from octile.parallel import ranks as module
-from octile.parallel.messages import MessageError, encode, outcome_of
-from octile.parallel.ranks import Ranks, RanksError, explain, join, leave, reported_failure
+from octile.parallel.messages import MessageError, as_sent, encode, outcome_of
+from octile.parallel.ranks import Ranks, RanksError, RanksTimeoutError, explain, join, leave, reported_failure
 from octile.signals import Stopped
 from tests.worlds import start_ranks
 
@@ -151,7 +151,7 @@ def test_a_result_of_another_type_than_is_said_is_an_error_on_both(two):
 def test_a_position_that_another_process_has_set_is_one_short_line(two, monkeypatch):
     become(monkeypatch, two[0])
     two[1].store.set(f"{module.POSITION}/1", b"step 1\n\x1b[2J\xff" + b"x" * 10**6)
-    text = str(explain(TimeoutError("timed out")))
+    text = str(explain(RanksTimeoutError("timed out")))
     assert "last seen: rank 1 at step 1\N{REPLACEMENT CHARACTER}" in text
     assert text.isprintable()
     assert len(text) < 500
@@ -167,31 +167,63 @@ def test_one_process_sends_nothing(monkeypatch):
     alone.at("step 1")
 
 
-@pytest.mark.parametrize(
-    ("message", "what"),
-    [
-        ("Timed out waiting 7000ms for recv operation to complete", "rank 0 waited 7 s for the other ranks"),
-        ("Connection closed by peer [127.0.0.1]:43611", "rank 0 lost the connection to another rank, which has ended"),
-    ],
-)
-def test_an_error_of_the_connection_says_where_the_ranks_are(two, monkeypatch, message, what):
+WAITED, LOST = "waited 7 s for the other ranks", "lost the connection to another rank, which has ended"
+CONNECTION_ERRORS = [  # class, text, what is said of this rank, what is quoted
+    (
+        RuntimeError,
+        "[/a/tcp/buffer.cc:78] Timed out waiting 7000ms for recv",
+        WAITED,
+        "Timed out waiting 7000ms for recv",
+    ),
+    (RuntimeError, "Application timeout caused pair closure", WAITED, "Application timeout caused pair closure"),
+    (RuntimeError, "[/a/pair.cc:53] Read error: Broken pipe. This is typically", LOST, "Read error: Broken pipe"),
+    (RuntimeError, "Connection closed by peer [127.0.0.1]:43", LOST, "Connection closed by peer [127.0.0.1]:43"),
+    (dist.DistStoreError, "wait timeout after 7000ms, keys: /1", WAITED, "wait timeout after 7000ms, keys: /1"),
+    (dist.DistNetworkError, "failed to recv, got 0 bytes", LOST, "failed to recv, got 0 bytes"),
+    (dist.DistBackendError, "remote process exited or\nncclRemoteError", LOST, "remote process exited or"),
+    (dist.DistBackendError, "ncclInternalError\nConnection closed by remote peer", LOST, "ncclInternalError"),
+    (dist.DistBackendError, "", LOST, "DistBackendError"),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "what", "why"), CONNECTION_ERRORS)
+def test_an_error_of_the_connection_says_where_the_ranks_are_and_why(two, monkeypatch, kind, text, what, why):
     become(monkeypatch, two[0])
     two[0].at("step 4: sum of the gradients")
     two[1].at("step 4")
-    explained = explain(RuntimeError(message))
+    explained = explain(kind(text))
     assert isinstance(explained, RanksError)
-    assert str(explained) == f"{what}, at step 4: sum of the gradients; last seen: rank 1 at step 4"
+    assert str(explained) == f"rank 0 {what}, at step 4: sum of the gradients; last seen: rank 1 at step 4 ({why})"
 
 
-def test_a_rank_that_was_never_seen_is_at_its_start(two, monkeypatch):
+def test_a_timeout_of_a_rank_says_where_the_ranks_are(two, monkeypatch):
     become(monkeypatch, two[0])
-    assert str(explain(TimeoutError("timed out"))).endswith("at its start; last seen: rank 1 at its start")
+    explained = explain(RanksTimeoutError("timed out after 7 s for the GPU to finish a step"))
+    assert str(explained) == f"rank 0 {WAITED}, at its start; last seen: rank 1 at its start"
 
 
-def test_another_error_is_not_explained(two, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("shapes cannot be multiplied"),
+        RuntimeError("Distributed package doesn't have NCCL built in"),
+        RuntimeError("the queue has a timeout"),
+        TimeoutError("s3://bucket/run cannot be reached: no answer within 12 s"),
+        TimeoutError(110, "Connection timed out", "weights.safetensors"),
+        dist.DistBackendError(
+            "NCCL error: invalid usage\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 0"
+        ),
+        dist.DistBackendError("NCCL error: unhandled cuda error\nCuda failure 2 'out of memory'"),
+    ],
+    ids=str,
+)
+def test_another_error_is_not_explained(two, monkeypatch, error):
     become(monkeypatch, two[0])
-    error = RuntimeError("shapes cannot be multiplied")
     assert explain(error) is error
+
+
+def test_a_timeout_of_a_rank_arrives_at_another_one_as_such():
+    assert isinstance(as_sent(RanksTimeoutError("timed out")), RanksTimeoutError)
 
 
 def test_a_failure_of_all_ranks_is_reported_by_rank_0(two, monkeypatch):

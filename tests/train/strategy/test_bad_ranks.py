@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import shutil
 import signal
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from tests.train.strategy.test_torchrun import OPTIONS, PIPELINE
 from tests.worlds import begin_ranks, start_ranks
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
+CLOSED = r"\([^()]*(Connection (closed|reset) by peer|Broken pipe)[^()]*\)"  # how gloo notices that a rank has ended
 
 
 class Ended(NamedTuple):
@@ -186,7 +188,7 @@ def test_rank_1_reports_that_rank_0_was_killed(arguments, tmp_path: Path):
     assert ended.statuses == [-signal.SIGKILL, 1]
     ((), (line,)) = ended.lines
     assert line.startswith("octile: rank 1 lost the connection to another rank, which has ended, at step 3: ")
-    assert "; last seen: rank 0 at step 3: passes of micro-batch 0; to continue: torchrun " in line
+    assert re.search(rf"; last seen: rank 0 at step 3: passes of micro-batch 0 {CLOSED}; to continue: torchrun ", line)
 
 
 @pytest.mark.slow
@@ -195,7 +197,7 @@ def test_a_rank_that_is_lost_before_the_first_checkpoint_leaves_nothing(argument
     ended = train(tmp_path, *arguments, fault="killed")
     assert ended.statuses == [-signal.SIGKILL, 1]
     ((), (line,)) = ended.lines
-    assert line.endswith(": passes of micro-batch 0; nothing is saved before the first checkpoint")
+    assert re.search(rf": passes of micro-batch 0 {CLOSED}; nothing is saved before the first checkpoint$", line)
 
 
 HANGS = {  # options, where rank 0 waits, where rank 1 hangs
@@ -223,7 +225,8 @@ def test_a_hang_names_the_rank_and_the_operation(arguments, tmp_path: Path, opti
     ((line,), ()) = ended.lines
     where = f"at step 3: {waits}; last seen: rank 1 at step 3: {hangs}"
     to_continue = f"torchrun --nproc-per-node 2 -m octile train --resume --out {tmp_path / 'run'}"
-    assert line == f"octile: rank 0 waited 5 s for the other ranks, {where}; to continue: {to_continue}"
+    gloo = "(Timed out waiting 5000ms for recv operation to complete)"
+    assert line == f"octile: rank 0 waited 5 s for the other ranks, {where} {gloo}; to continue: {to_continue}"
 
 
 def test_a_checkpoint_of_another_model_is_refused(trained: Path, tmp_path: Path):
