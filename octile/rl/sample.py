@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from octile.rl.prompts import Prompt
-from octile.serve.engine.engine import Engine
+from octile.serve.engine.engine import Engine, exception_of
 from octile.serve.engine.request import Sampling
 from octile.tokenizer import Tokenizer
 
@@ -68,6 +68,7 @@ def sample_groups(
 
     Raises:
         FloatingPointError: the engine has ended a completion, because logits are not finite.
+        RuntimeError: the choice of a token has failed otherwise, as where memory has run out; the message says how.
     """
     found: dict[int, Completion] = {}
     numbers = iter(seeds)
@@ -79,7 +80,7 @@ def sample_groups(
     while engine.has_work:
         for output in engine.step():
             if output.error is not None:
-                raise FloatingPointError(output.error)
+                raise exception_of(output.error)
             completion = found[output.request_id]
             completion.tokens += output.tokens
             completion.log_probs += [each.logprob for each in output.logprobs]

@@ -10,7 +10,7 @@ import torch
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.serve.engine.config import EngineConfig
-from octile.serve.engine.engine import NOT_FINITE, Engine
+from octile.serve.engine.engine import Engine, exception_of
 from octile.serve.engine.request import Request, RequestFactory, Sampling
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights.load import Folder
@@ -53,6 +53,7 @@ def generate_text(
         ValueError: the prompt is no Unicode text, prompt and new tokens exceed the model's context, or the tokenizer is
             that of another model.
         FloatingPointError: a logit is NaN or +Inf, or all are -Inf: a weight is damaged, or the training diverged.
+        RuntimeError: the choice of a token has failed otherwise; the message says how.
     """
     return _generate(model, tokenizer, _request(prompt, tokenizer, model.config, sampling))
 
@@ -79,6 +80,6 @@ def _generate(
     while engine.has_work:
         for output in engine.step():
             if output.error is not None:
-                raise (FloatingPointError if output.error.startswith(NOT_FINITE) else RuntimeError)(output.error)
+                raise exception_of(output.error)
             if output.text:
                 yield output.text

@@ -1,14 +1,18 @@
 """Sampling: a completion has the log-probability of each of its tokens, that of an end-of-text token included."""
 
+import math
+
 import pytest
 import torch
 
 from octile.checkpoint.hugging_face import load
 from octile.rl.prompts import Prompt
 from octile.rl.sample import Completion, sample_groups, sampling_seeds
+from octile.serve.engine import sampler
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
 from octile.serve.runner.model_runner import ModelRunner
+from octile.train.memory.check import is_out_of_memory
 
 PROMPTS = [Prompt("1 2 + 3 4 =", "4 6"), Prompt("5 6 +", "")]
 
@@ -61,6 +65,25 @@ def test_a_completion_depends_on_its_seed_and_not_on_what_else_is_sampled(model,
     seeds = sampling_seeds(0, 0, 6)
     alone = sample(model, tokenizer, {tokenizer.end}, seeds[3:], PROMPTS[1:])
     assert alone == sample(model, tokenizer, {tokenizer.end}, seeds)[3:]
+
+
+def test_a_lack_of_memory_in_the_choice_of_tokens_is_told_from_logits_that_are_not_finite(
+    model, tokenizer, monkeypatch
+):
+    def run_out(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(sampler, "choose", run_out)
+    with pytest.raises(RuntimeError, match="CUDA out of memory") as caught:
+        sample(model, tokenizer, (), [1], PROMPTS[1:], 1, 1)
+    assert is_out_of_memory(caught.value)
+
+
+def test_logits_that_are_not_finite_are_a_floating_point_error(model, tokenizer, monkeypatch):
+    choose = sampler.choose
+    monkeypatch.setattr(sampler, "choose", lambda logits, rows: choose(logits * math.nan, rows))
+    with pytest.raises(FloatingPointError, match="the model's logits are not finite"):
+        sample(model, tokenizer, (), [1], PROMPTS[1:], 1, 1)
 
 
 def test_seeds_differ_between_steps_runs_and_completions():

@@ -938,6 +938,11 @@ class Engine:
         del self._requests[request.id], self._texts[request.id]
 
 
+def exception_of(error: str) -> FloatingPointError | RuntimeError:
+    """Return `Output.error` as an exception: a FloatingPointError where logits are not finite, else a RuntimeError."""
+    return FloatingPointError(error) if error.startswith(NOT_FINITE) else RuntimeError(error)
+
+
 def _first_nan(prompt_logprobs: Sequence[TokenLogprobs]) -> int | None:
     """The position of the first token of a prompt that has a log-probability of NaN; None: none has."""
     for position, entry in enumerate(prompt_logprobs, 1):
