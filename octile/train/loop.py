@@ -224,9 +224,12 @@ def _train_joined(
         except Exception as error:
             if (explained := explain(error)) is error or will_restart():
                 raise
-            then = "nothing is saved before the first checkpoint"
-            if checkpoints.can_continue():
+            if (can_continue := checkpoints.can_continue()) is None:
+                then = _unknown(config, checkpoints)
+            elif can_continue:
                 then = f"to continue: {config.resume_command}"
+            else:
+                then = "nothing is saved before the first checkpoint"
             raise RanksError(f"{explained}; {then}") from error
 
 
@@ -235,9 +238,19 @@ def _how_to_continue(config: TrainConfig, run: RunFolder, checkpoints: RunCheckp
         is_cached = (run.data / MANIFEST).exists() and not is_examples(config.data)
         data = "" if is_cached else "; it prepares the data anew"
         return f"start the same command again, without --resume{data}"
-    if not checkpoints.can_continue():
-        return f"nothing is saved before the first checkpoint; to start again: {config.resume_command}"
-    return f"to continue from the last checkpoint: {config.resume_command}"
+    if (can_continue := checkpoints.can_continue()) is None:
+        return _unknown(config, checkpoints)
+    if can_continue:
+        return f"to continue from the last checkpoint: {config.resume_command}"
+    return f"nothing is saved before the first checkpoint; to start again: {config.resume_command}"
+
+
+def _unknown(config: TrainConfig, checkpoints: RunCheckpoints) -> str:
+    """What to do after a failure if the store of the checkpoints does not answer."""
+    return (
+        f"{checkpoints.store.url} cannot be read now, so that it is unknown whether there is a checkpoint; to continue "
+        f"from the last one, or to start again: {config.resume_command}"
+    )
 
 
 def _train(

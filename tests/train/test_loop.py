@@ -25,6 +25,7 @@ from octile.checkpoint.hugging_face import load, load_weights, read_model_config
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint
 from octile.cli import main
 from octile.models.deepseek_v3 import DeepseekV3
+from octile.parallel.ranks import RanksError
 from octile.signals import Stopped, Terminated
 from octile.train import loop
 from octile.train.config import TrainConfig
@@ -717,6 +718,40 @@ def test_a_second_signal_during_a_step_says_how_to_continue(text, tmp_path, monk
         Stopped, match=f"before the first checkpoint; to start again: octile train --resume --out {out}"
     ):
         train(micro(data=str(text), out=out), False, silent_console())
+
+
+def test_a_second_signal_while_the_store_does_not_answer_says_that_it_is_unknown_what_is_saved(
+    text, tmp_path, monkeypatch
+):
+    def interrupted(self):
+        def fail(store):
+            raise OSError("no answer")
+
+        monkeypatch.setattr("octile.train.run.checkpoints.finished_steps", fail)
+        raise Terminated
+
+    monkeypatch.setattr(Trainer, "launch", interrupted)
+    out = tmp_path / "run"
+    with pytest.raises(
+        Stopped,
+        match=f"{out}/checkpoints cannot be read now, so that it is unknown whether there is a checkpoint; to continue "
+        f"from the last one, or to start again: octile train --resume --out {out}",
+    ):
+        train(micro(data=str(text), out=out), False, silent_console())
+
+
+def test_a_lost_rank_while_the_store_does_not_answer_says_that_it_is_unknown_what_is_saved(text, tmp_path, monkeypatch):
+    def lose(self):
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(Trainer, "launch", lose)
+    lost = RanksError("rank 0 lost the connection to another rank")
+    monkeypatch.setattr(loop, "explain", lambda error: error if isinstance(error, RanksError) else lost)
+    monkeypatch.setattr(RunCheckpoints, "can_continue", lambda self: None)
+    with pytest.raises(
+        RanksError, match=r"^rank 0 lost the connection to another rank; .* cannot be read now, so that"
+    ):
+        train(micro(data=str(text), out=tmp_path / "run"), False, silent_console())
 
 
 def test_a_second_signal_after_a_checkpoint_says_where_the_run_continues(half, monkeypatch):

@@ -53,11 +53,12 @@ class RunCheckpoints:
         found = self._sharded.latest()
         return None if found is None else Store(found)
 
-    def can_continue(self) -> bool:
-        """Whether there is a finished checkpoint, as far as the store answers."""
-        with suppress(Exception):
+    def can_continue(self) -> bool | None:
+        """Whether there is a finished checkpoint; None if the store does not answer."""
+        try:
             return bool(finished_steps(self.store))
-        return False
+        except Exception:  # of any package behind fsspec; it is asked while another error ends the run
+            return None
 
     def has_completed(self, step: int, every: int) -> bool:
         """Whether a run that has measured a step had completed a checkpoint before, of those that it writes regularly.
