@@ -1,9 +1,11 @@
 """Tests of what is tracked, and of what is packed into the sdist."""
 
+import ast
 import subprocess
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).parent.parent
@@ -37,3 +39,28 @@ def test_the_classifiers_are_what_the_workflow_tests():
     pythons = {f"Programming Language :: Python :: {version}" for version in job["strategy"]["matrix"]["python"]}
     assert job["runs-on"] == "ubuntu-latest"
     assert claimed == {*pythons, "Operating System :: POSIX :: Linux"}
+
+
+def names_no_encoding(call: ast.Call) -> bool:
+    """Whether a call reads or writes text in the encoding of the user's locale."""
+    if any(keyword.arg == "encoding" for keyword in call.keywords):
+        return False
+    is_method = isinstance(call.func, ast.Attribute)
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if name in ("read_text", "write_text"):  # of a Path; the functions of these names write UTF-8
+        return is_method and len(call.args) < (1 if name == "read_text" else 2)
+    modes = [argument.value for argument in call.args if isinstance(argument, ast.Constant)]
+    if name == "open" and is_method:
+        return any(mode in ("r", "w", "a", "x") for mode in modes)
+    return name in ("open", "fdopen") and not any("b" in str(mode) for mode in modes)
+
+
+@pytest.mark.parametrize("folder", ["octile", "tools", "examples"])
+def test_text_is_read_and_written_in_utf_8_whatever_the_locale(folder):
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call) and names_no_encoding(node)
+    ]
+    assert not found

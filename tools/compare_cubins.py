@@ -110,9 +110,9 @@ def main() -> int:
     options = parser.parse_args()
     rows = compiled(options.only)
     if options.save:
-        options.save.write_text(json.dumps(rows, indent=1) + "\n")
+        options.save.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
         return 0
-    before: Rows = json.loads(options.compare.read_text())
+    before: Rows = json.loads(options.compare.read_text("utf-8"))
     return 0 if compare(before, rows) else 1
 
 

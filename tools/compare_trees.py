@@ -201,7 +201,7 @@ def main() -> None:
     for row in measure(workers, cases):
         rows.append(row)
         print(line(row), flush=True)
-        asked.out.write_text(json.dumps(rows))
+        asked.out.write_text(json.dumps(rows), "utf-8")
     print(summary(rows))
 
 

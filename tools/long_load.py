@@ -153,8 +153,8 @@ def resident_bytes(argument: str) -> dict[int, Counter[str]]:
     parents, found = dict[int, int](), set[int]()
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            status = dict(line.split(":", 1) for line in (path / "status").read_text().splitlines())
-            arguments = (path / "cmdline").read_text().split("\0")
+            status = dict(line.split(":", 1) for line in (path / "status").read_text("utf-8").splitlines())
+            arguments = (path / "cmdline").read_text("utf-8").split("\0")
         except OSError:  # it has ended
             continue
         parents[int(path.name)] = int(status["PPid"])
@@ -169,7 +169,7 @@ def mapped_bytes(pid: int) -> Counter[str]:
     """The resident bytes of a process by what is mapped; nothing if it has ended."""
     resident, name = Counter[str](), ""
     try:
-        lines = Path(f"/proc/{pid}/smaps").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/smaps").read_text("utf-8").splitlines()
     except OSError:
         return resident
     for line in lines:

@@ -75,7 +75,7 @@ def measure(command: str, options: str, n_ranks: int = 1, is_resumed: bool = Fal
     """
     with tempfile.TemporaryDirectory() as folder:
         child = Path(folder, "child.py")
-        child.write_text(CHILD)
+        child.write_text(CHILD, "utf-8")
         start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}"] if n_ranks > 1 else []
         text = ["--data", str(Path(__file__).parents[1] / "octile")]  # is prepared in seconds
         begin = [sys.executable, *start, str(child), command]

@@ -171,7 +171,7 @@ def main(size: str, folder: Path, seconds: float) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", timeout=datetime.timedelta(seconds=60), device_id=device)
-    lines = (folder / f"{size}_{rank}.txt").open("w", buffering=1)
+    lines = (folder / f"{size}_{rank}.txt").open("w", buffering=1, encoding="utf-8")
 
     def report(line: str) -> None:
         lines.write(f"[{time.monotonic() - begin:.0f} s] {line}\n")

@@ -65,12 +65,14 @@ class Sensors:
         self.path = path
         gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
         command = ["nvidia-smi", "-i", gpu, f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits"]
-        self.process = subprocess.Popen([*command, "-lms", "20"], stdout=path.open("w"), stderr=subprocess.STDOUT)
+        self.process = subprocess.Popen(
+            [*command, "-lms", "20"], stdout=path.open("w", encoding="utf-8"), stderr=subprocess.STDOUT
+        )
 
     def between(self, start: float, end: float) -> dict[str, float | str]:
         """The means of the samples within a time, which is in seconds of `time.time`."""
         found = []
-        for line in self.path.read_text().splitlines():
+        for line in self.path.read_text("utf-8").splitlines():
             parts = [part.strip() for part in line.split(",")]
             try:
                 at = datetime.strptime(parts[0], "%Y/%m/%d %H:%M:%S.%f").timestamp()
@@ -201,7 +203,7 @@ def main(step: str, folder: Path, limit: float) -> None:
         found = measure_step(step, config, folder, sensors)
         print(f"[{time.monotonic() - begin:.0f} s] {step}: {found}", flush=True)
         alone = measure_alone(sensors, begin + limit)
-        (folder / f"alone_{step}.json").write_text(json.dumps(alone, indent=1, ensure_ascii=False))
+        (folder / f"alone_{step}.json").write_text(json.dumps(alone, indent=1, ensure_ascii=False), "utf-8")
     finally:
         sensors.process.terminate()
 

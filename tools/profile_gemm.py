@@ -114,14 +114,14 @@ def profile(out: Path) -> None:
             [*command, sys.executable, "-m", "tools.profile_gemm", "--run"],
             stdout=subprocess.PIPE, stderr=sys.stderr, text=True, check=False,
         )  # fmt: skip
-        kernels = parse(table.read_text() if table.exists() else ran.stdout)
+        kernels = parse(table.read_text("utf-8") if table.exists() else ran.stdout)
     calls = [line.removeprefix("call: ") for line in ran.stdout.splitlines() if line.startswith("call: ")]
     if len(calls) == len(kernels):  # one kernel a call, in order
         for call, kernel in zip(calls, kernels, strict=True):
             kernel["case"] = call
     else:
         print(f"{len(kernels)} kernels of {len(calls)} calls: they are not named by case", file=sys.stderr)
-    out.write_text(json.dumps({"machine": machine(), "kernels": kernels}, indent=1))
+    out.write_text(json.dumps({"machine": machine(), "kernels": kernels}, indent=1), "utf-8")
     print(show(kernels))
 
 

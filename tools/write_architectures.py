@@ -136,12 +136,12 @@ def load_in(engine: str, folder: Path) -> Record:
     if not python.exists():
         venv.create(environment, with_pip=True)
         (packages,) = environment.glob("lib/python*/site-packages")
-        (packages / "octile.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+        (packages / "octile.pth").write_text(sysconfig.get_paths()["purelib"] + "\n", "utf-8")
         requirements = ROOT / "tools" / "architectures" / f"{engine}.txt"
         subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", "-r", requirements], check=True)
     module, log = f"tools.architectures.load_in_{engine}", folder / f"{engine}.log"
     print(f"{ENGINES[engine]} loads the folders; its messages go to {log}", file=sys.stderr)
-    with log.open("w") as messages:
+    with log.open("w", encoding="utf-8") as messages:
         command = [python, "-m", module, folder / "models", out]
         subprocess.run(command, cwd=ROOT, check=True, stdout=messages, stderr=messages)
     ask = f"import importlib.metadata as m; print(m.version({engine!r}))"

@@ -162,7 +162,7 @@ def readme() -> Rows:
 
 def exact_decoding(name: str) -> tuple[float, float]:
     """Tokens/s of 32 requests in exact mode and in the default mode, of a record of `tools.measure_exact`."""
-    text = (ROOT / "benchmarks" / "history" / "exact" / f"{name}.txt").read_text()
+    text = (ROOT / "benchmarks" / "history" / "exact" / f"{name}.txt").read_text("utf-8")
     exact, default = (
         re.search(rf"^V2-Lite shape, 32 requests, {mode}: ([\d,]+) tokens/s$", text, re.M)
         for mode in ("exact", "default")

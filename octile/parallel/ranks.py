@@ -380,7 +380,7 @@ def _write_for_torchrun(line: str) -> None:
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         details = {"timestamp": str(int(time.time())), "py_callstack": line}
         with suppress(OSError):  # the report lacks the line then, which is printed already
-            Path(f"{path}.new").write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))
+            Path(f"{path}.new").write_text(json.dumps({"message": {"message": line, "extraInfo": details}}), "utf-8")
             os.replace(f"{path}.new", path)  # torchrun may read it at any time
 
 

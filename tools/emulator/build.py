@@ -102,7 +102,7 @@ def _folder() -> Path:
 
 @functools.cache
 def _stamp(folder: str) -> str:
-    return "".join(path.read_text() for path in sorted((HERE / folder).iterdir()))
+    return "".join(path.read_text("utf-8") for path in sorted((HERE / folder).iterdir()))
 
 
 def _compile(file: str, text: str, stamp: str, options: tuple[str, ...]) -> Path:
@@ -115,11 +115,11 @@ def _compile(file: str, text: str, stamp: str, options: tuple[str, ...]) -> Path
     output = _folder() / f"{name}-{key}.{suffix}"
     if output.exists():
         return output
-    with open(output.with_suffix(".lock"), "w") as lock:
+    with open(output.with_suffix(".lock"), "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # other test workers may compile the same
         if not output.exists():
             source, built = output.with_suffix(".cpp" if suffix == "so" else ""), output.with_suffix(".new")
-            source.write_text(text)
+            source.write_text(text, "utf-8")
             done = subprocess.run(
                 [found, *OPTIONS, *options, "-o", str(built), str(source)],
                 cwd=HERE,

@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{recorded:,} results written to {chosen.golden}")
     if chosen.json:
         text = json.dumps({**about, "cases": {name: asdict(found) for name, found in report.items()}}, indent=1)
-        chosen.json.write_text(text)
+        chosen.json.write_text(text, "utf-8")
     return 1 if wrong else 0
 
 

@@ -23,7 +23,7 @@ Source = tuple[str, dict[str, int | bool], dict[str, str]]  # arguments of `jit`
 def source_of(name: str, a: torch.dtype, b: torch.dtype, steps: int, fp16_accumulator: bool = False) -> Source:
     """Return the kernel that runs a chain of `steps` instructions, "wgmma" or "mma"."""
     kernel, d = f"probe_{name}", "f16" if fp16_accumulator else "f32"
-    source = {f"{kernel}.cu": (FOLDER / f"{kernel}.cu").read_text()}
+    source = {f"{kernel}.cu": (FOLDER / f"{kernel}.cu").read_text("utf-8")}
     constants: dict[str, int | bool] = {"steps": steps, "half": fp16_accumulator}
     if name == "mma":
         return kernel, constants, source | {"mma.cuh": mma_header(NAMES[a], NAMES[b], d)}

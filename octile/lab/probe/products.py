@@ -220,7 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.json:
         about = {"gpu": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d")}
         rows = {name: asdict(found) for name, found in report.items()}
-        chosen.json.write_text(json.dumps({**about, "cases": rows}, indent=1))
+        chosen.json.write_text(json.dumps({**about, "cases": rows}, indent=1), "utf-8")
     return 1 if wrong else 0
 
 

@@ -150,7 +150,7 @@ def _build(
             f"on and one to hold out, and {len(texts['train'])} can be used{without}"
         )
     tokenizer.save(folder)
-    (folder / LEFT_OUT).write_text("".join(f"{reason}: {line}\n" for reason, line in left_out))
+    (folder / LEFT_OUT).write_text("".join(f"{reason}: {line}\n" for reason, line in left_out), "utf-8")
     parts = texts
     if "val" not in sources:
         split = _split(texts["train"], sequence_length, settings["held_out_sequences"])

@@ -39,7 +39,7 @@ def available_memory(device: torch.device) -> int:
 def _left_in_cgroups() -> list[int]:
     """The bytes that each memory limit on this process leaves, as containers and batch systems set them."""
     left = []
-    for line in CGROUPS.read_text().splitlines() if CGROUPS.exists() else []:
+    for line in CGROUPS.read_text("utf-8").splitlines() if CGROUPS.exists() else []:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             root, names = CGROUP_FILES, ("memory.max", "memory.current", "inactive_file")
@@ -58,9 +58,9 @@ def _left_in_cgroups() -> list[int]:
 def _left(folder: Path, limit: str, usage: str, reclaimable: str) -> int | None:
     """The bytes that one cgroup leaves; None if it has no limit, or is not visible from inside a container."""
     try:
-        most = (folder / limit).read_text().strip()
-        used = int((folder / usage).read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        most = (folder / limit).read_text("utf-8").strip()
+        used = int((folder / usage).read_text("utf-8"))
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text("utf-8").splitlines())
     except OSError:
         return None
     if most == "max":

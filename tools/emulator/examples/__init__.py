@@ -2,4 +2,4 @@
 
 from pathlib import Path
 
-SOURCES = {path.name: path.read_text() for path in Path(__file__).parent.glob("*.cu")}
+SOURCES = {path.name: path.read_text("utf-8") for path in Path(__file__).parent.glob("*.cu")}

@@ -209,7 +209,7 @@ def main(request: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     asked = json.loads(request)
     work = Work.of(asked["work"])
-    with os.fdopen(os.dup(1), "w", buffering=1) as results:  # each line is written at once
+    with os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8") as results:  # each line is written at once
         os.dup2(2, 1)
         engine = VllmEngine(asked["model"], work, asked["arguments"])
         print(json.dumps({"started": True}), file=results)

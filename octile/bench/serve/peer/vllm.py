@@ -314,7 +314,7 @@ def _time_limit(process: subprocess.Popen[bytes], seconds: float, what: str) -> 
 def _early_end(process: subprocess.Popen[bytes], launch: Launch) -> RuntimeError:
     """Return the error of a process that has ended early, with the last lines of its log."""
     process.wait()
-    tail = launch.log.read_text(errors="replace").splitlines()[-TAIL:]
+    tail = launch.log.read_text("utf-8", errors="replace").splitlines()[-TAIL:]
     return RuntimeError(f"it ended with exit code {process.returncode}, after:\n{chr(10).join(tail)}")
 
 

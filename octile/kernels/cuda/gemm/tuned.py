@@ -102,7 +102,7 @@ def _read(file: Path) -> dict[str, Any]:
         OSError, ValueError: it cannot be read, or is no JSON object.
     """
     try:
-        entries = json.loads(file.read_text())
+        entries = json.loads(file.read_text("utf-8"))
     except FileNotFoundError:
         return {}
     if not isinstance(entries, dict):
