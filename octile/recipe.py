@@ -30,6 +30,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import torch
 
+from octile.atomic_files import write_text
 from octile.formats import (
     BLOCK,
     COLUMN_TILE,
@@ -438,7 +439,7 @@ class Recipe:
             different = [f.name for f in fields(self) if getattr(found, f.name) != getattr(self, f.name)]
             raise ValueError(f"recipe {self.name!r} has other {', '.join(different)} than a file can give it")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        write_text(path, text)
         return path
 
     @classmethod

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from octile.added_tokens import FILE as ADDED_TOKENS
 from octile.added_tokens import add_tokens, read_added_tokens
+from octile.atomic_files import write_json, write_text
 from octile.byte_level import byte_of_character
 from octile.extras import require
 from octile.tiktoken_model import FILE as TIKTOKEN_MODEL
@@ -122,9 +123,8 @@ class Tokenizer:
 
     def save(self, folder: str | Path) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json`, which transformers' AutoTokenizer reads."""
-        self.backend.save(str(Path(folder, "tokenizer.json")))
-        text = json.dumps(self.config, indent=2, ensure_ascii=False)
-        Path(folder, "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+        write_text(Path(folder, "tokenizer.json"), self.backend.to_str(pretty=True))
+        write_json(Path(folder, "tokenizer_config.json"), self.config)
 
     @property
     def fingerprint(self) -> str:

@@ -138,7 +138,7 @@ def no_sync() -> Iterator[None]:
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Return full_disk(n): after the call only n more bytes can be written."""
 
-    from octile.checkpoint import files
+    from octile import atomic_files
 
     class Limited(io.BufferedRandom):
         free = 0
@@ -151,12 +151,33 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def fill(free: int) -> None:
         Limited.free = free
-        monkeypatch.setattr(files, "open", open_on_full_disk, raising=False)
+        monkeypatch.setattr(atomic_files, "open", open_on_full_disk, raising=False)
 
     def open_on_full_disk(path, mode="r"):
         return Limited(io.FileIO(path, mode)) if "w" in mode else open(path, mode)
 
     return fill
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The renames, and the folders that are forced to disk, in order, by their names."""
+    done: list[str] = []
+    replace, fsync = os.replace, os.fsync
+
+    def logged_replace(source, target):
+        replace(source, target)
+        done.append(f"rename {os.path.basename(target)}")
+
+    def logged_fsync(descriptor):
+        fsync(descriptor)
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if os.path.isdir(path):
+            done.append(f"sync {os.path.basename(path)}")
+
+    monkeypatch.setattr(os, "replace", logged_replace)
+    monkeypatch.setattr(os, "fsync", logged_fsync)
+    return done
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from octile.checkpoint.files import write_json
+from octile.atomic_files import write_json
 from octile.report.machine import machine
 
 WIDE = "--model.hidden-size 512 --model.intermediate-size 1536 --model.moe-intermediate-size 384"

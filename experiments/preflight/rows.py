@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from octile.checkpoint.files import write_json
+from octile.atomic_files import write_json
 from octile.checkpoint.hugging_face import load
 from octile.lab.pages.preflight import read_tokens
 from octile.lab.preflight import capture_operands, error_by_channel, quantize_as_recipe

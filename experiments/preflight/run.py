@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octile.checkpoint.files import write_text
+from octile.atomic_files import write_text
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint
 from octile.lab.preflight import GemmKey, Preflight, preflight
 from octile.lab.preflight_check import observe_step

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from octile.checkpoint.files import write_json
+from octile.atomic_files import write_json
 from octile.checkpoint.hugging_face import load
 from octile.lab.pages.preflight import read_tokens
 from octile.lab.preflight import preflight

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from octile.checkpoint.files import write_json
+from octile.atomic_files import write_json
 from octile.report.table import as_list, fits_terminal
 
 COLUMNS = ("case", "what", "value", "unit")

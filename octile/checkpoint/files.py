@@ -1,8 +1,6 @@
-"""Atomic writing of files, and checksums that reveal damage.
+"""Atomic writing of several files that belong together, and checksums that reveal damage.
 
-A rename is atomic, so nothing is written under its final name: `atomic_write` writes a temporary file in the same
-folder, forces it to disk and renames it. `staged` does so for several files that belong together, in a folder inside
-their destination, which has one of these states:
+`staged` writes them in a folder inside their destination, which has one of these states:
 
     .octile-partial/new                  new files, being written; the destination has the old ones
     .octile-complete-ID/new and old      all new files are written; what they replace is moved to `old`
@@ -17,7 +15,6 @@ replacement has another ID.
 
 import errno
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -26,8 +23,9 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from octile.atomic_files import sync_folder, write_json
 from octile.validation import read_json
 
 RECORD = "octile.json"
@@ -76,29 +74,6 @@ def check_space(folder: Path, needed: int) -> None:
         raise OSError(errno.ENOSPC, reason, str(folder))
 
 
-@contextmanager
-def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Context manager that yields a new binary file, which replaces `path` when the block ends without an error.
-
-    Raises:
-        OSError: the disk is full or the folder is not writable. The exception names `path`.
-    """
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with open(partial, "w+b") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException as error:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename in (None, str(partial)):
-            error.filename = str(path)  # a failed write does not name its file
-        raise
-    sync_folder(path.parent)
-
-
 def check_output_file(name: str, path: Path, *endings: str) -> None:
     """Refuse a file that cannot be written, before the work whose result it is to hold. Its folder need not exist.
 
@@ -133,26 +108,6 @@ def check_output_file(name: str, path: Path, *endings: str) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise type(error)(f"{name} {str(path)!r} cannot be written: {error.strerror}") from None
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write text as UTF-8, atomically."""
-    with atomic_write(path) as file:
-        file.write(text.encode())
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a value as indented JSON, atomically."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-
-
-def sync_folder(folder: Path) -> None:
-    """Force the renames in a folder to disk, so that they survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def copy(source: Path, destination: Path) -> None:

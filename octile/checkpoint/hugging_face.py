@@ -25,8 +25,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from octile.atomic_files import write_json
 from octile.checkpoint import recipe_entry
-from octile.checkpoint.files import CONFIG, copy, finish_interrupted, staged, write_json
+from octile.checkpoint.files import CONFIG, copy, finish_interrupted, staged
 from octile.checkpoint.fp8_layout import (
     SCALE_SUFFIX,
     check_scale_values,

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from octile.checkpoint.files import RECORD, finish_interrupted, read_record, verify, write_json
+from octile.atomic_files import write_json
+from octile.checkpoint.files import RECORD, finish_interrupted, read_record, verify
 from octile.checkpoint.tensor_file import TensorFile, TensorSpec
 from octile.validation import read_json
 

@@ -17,7 +17,8 @@ from fsspec.core import url_to_fs
 from fsspec.exceptions import FSTimeoutError
 from fsspec.implementations.local import LocalFileSystem
 
-from octile.checkpoint.files import RECORD, atomic_write, check_record, compare_checksum
+from octile.atomic_files import atomic_write
+from octile.checkpoint.files import RECORD, check_record, compare_checksum
 from octile.validation import parse_json
 
 ANSWER_WITHIN = 12  # seconds that a server has to answer at first

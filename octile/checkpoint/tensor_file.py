@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from octile.checkpoint.files import atomic_write
+from octile.atomic_files import atomic_write
 
 TORCH_DTYPES = {
     "F64": torch.float64,

@@ -17,7 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from octile.checkpoint.files import sync_folder, write_json, write_record
+from octile.atomic_files import sync_folder, write_json
+from octile.checkpoint.files import write_record
 from octile.checkpoint.step_folders import (
     PARTIAL,
     REPLACED,

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from octile.checkpoint.files import write_text
+from octile.atomic_files import write_text
 from octile.lab.tensor_core import tensor_core
 from octile.parallel.device import pick_device
 from octile.train.config import TrainConfig, tiny

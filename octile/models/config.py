@@ -15,6 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from octile.atomic_files import write_text
 from octile.command_text import how_to_download
 from octile.models import hf_config
 from octile.options import Refused
@@ -305,7 +306,7 @@ class ModelConfig:
 
     def write(self, path: str | Path) -> None:
         """Write a `config.json` that transformers, vLLM and SGLang read."""
-        Path(path).write_text(json.dumps(self.to_hf(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_text(Path(path), json.dumps(self.to_hf(), indent=2, sort_keys=True) + "\n")
 
     @classmethod
     def tiny(cls) -> ModelConfig:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from octile.checkpoint.files import write_text
+from octile.atomic_files import write_text
 from octile.parallel.schedules import ActionType
 from octile.parallel.schedules.actions import parts
 from octile.plan.step import StepPlan

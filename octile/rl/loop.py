@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from octile.checkpoint.files import explaining_disk_errors, write_json, write_text
+from octile.atomic_files import write_json, write_text
+from octile.checkpoint.files import explaining_disk_errors
 from octile.extras import require
 from octile.gpu_failure import explaining_gpu_failures
 from octile.parallel.device import pick_device

@@ -21,7 +21,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from octile.checkpoint.files import remove, write_json
+from octile.atomic_files import write_json
+from octile.checkpoint.files import remove
 from octile.checkpoint.hugging_face import checkpoint_folder, has_fp8_weights, load, save
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint
 from octile.models.deepseek_v3 import DeepseekV3

@@ -18,7 +18,6 @@ from octile.checkpoint.files import (
     read_record,
     staged,
     verify,
-    write_json,
     write_record,
 )
 
@@ -52,27 +51,12 @@ def put(folder, names=NEW, text="new", failure=None, before_renames=lambda stagi
         before_renames(staging)
 
 
-@pytest.fixture(autouse=True)
-def fast_disk(monkeypatch):
-    """Nothing is forced to the disk of the tests, which may be busy."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
-
-
 @pytest.fixture
 def folder(tmp_path):
     """A checkpoint of two shards, and a file of someone else."""
     put(tmp_path / "model", OLD, "old")
     (tmp_path / "model" / "notes.txt").write_text("mine")
     return tmp_path / "model"
-
-
-def test_a_full_disk_leaves_the_old_file_and_no_part_of_the_new(tmp_path, full_disk):
-    write_json(tmp_path / "a", {"old": 1})
-    full_disk(10)
-    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'a'}'"):
-        write_json(tmp_path / "a", {"new": 1})
-    assert read_json(tmp_path / "a") == {"old": 1}
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 @pytest.mark.parametrize("path", ["/dev/null", "/dev/stdout", "/dev/new"])
@@ -315,32 +299,6 @@ def test_what_a_killed_writer_left_is_gone_after_the_next_one(folder):
     assert contents(folder).keys() == {"model.safetensors", "config.json", "notes.txt"}
 
 
-@pytest.fixture
-def disk(monkeypatch):
-    """The renames, and the folders that are forced to disk, in order, by their names."""
-    done = []
-    replace, fsync = os.replace, os.fsync
-
-    def logged_replace(source, target):
-        replace(source, target)
-        done.append(f"rename {os.path.basename(target)}")
-
-    def logged_fsync(descriptor):
-        fsync(descriptor)
-        path = os.readlink(f"/proc/self/fd/{descriptor}")
-        if os.path.isdir(path):
-            done.append(f"sync {os.path.basename(path)}")
-
-    monkeypatch.setattr(os, "replace", logged_replace)
-    monkeypatch.setattr(os, "fsync", logged_fsync)
-    return done
-
-
-def test_a_written_file_is_renamed_and_then_its_folder_is_forced_to_disk(tmp_path, disk):
-    write_json(tmp_path / "a", {})
-    assert disk == ["rename a", f"sync {tmp_path.name}"]
-
-
 def test_each_state_of_a_replacement_is_forced_to_disk_before_the_next(tmp_path, disk):
     put(tmp_path / "model", before_renames=lambda _: disk.clear())
     commit = next(line.removeprefix("rename ") for line in disk if line.startswith("rename .octile"))
@@ -354,10 +312,3 @@ def test_each_state_of_a_replacement_is_forced_to_disk_before_the_next(tmp_path,
     ]
     assert sorted(disk[6:8]) == ["rename config.json", "rename model.safetensors"]
     assert disk[8:] == [f"rename {RECORD}", "sync model"]
-
-
-def test_a_folder_that_cannot_be_written_is_not_named_by_a_temporary_file(tmp_path):
-    path = tmp_path / "missing" / "page.html"
-    with pytest.raises(FileNotFoundError) as caught, files.atomic_write(path):
-        pass
-    assert caught.value.filename == str(path)

@@ -26,10 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from octile.atomic_files import atomic_write, write_json
 from octile.checkpoint.convert.plan import ConversionPlan
 from octile.checkpoint.convert.share import Share, share_of
 from octile.checkpoint.convert.tensor import Target, convert_tensor, max_error_of
-from octile.checkpoint.files import CONFIG, RECORD, atomic_write, check_space, checksum, read_record, verify, write_json
+from octile.checkpoint.files import CONFIG, RECORD, check_space, checksum, read_record, verify
 from octile.checkpoint.shards import INDEX, Shards, check_no_adapter, write_index
 from octile.checkpoint.tensor_file import TensorFile, writing
 from octile.command_text import how_to_download

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import frexp
 from pathlib import Path
 
-from octile.checkpoint.files import write_text
+from octile.atomic_files import write_text
 from octile.report.page import render
 from octile.report.svg import Chart
 from octile.report.table import Table

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from octile.atomic_files import write_text
+from octile.checkpoint.files import check_output_file
 from octile.lab.probe import golden, kernels
 from octile.lab.probe.compare import ChainResult, cases, compare
 
@@ -23,6 +25,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args(arguments)
+    if chosen.json:
+        check_output_file("json", chosen.json)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         has = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
         print(f"the probe needs a Hopper GPU (sm_90), this machine has {has}", file=sys.stderr)
@@ -47,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{recorded:,} results written to {chosen.golden}")
     if chosen.json:
         text = json.dumps({**about, "cases": {name: asdict(found) for name, found in report.items()}}, indent=1)
-        chosen.json.write_text(text, "utf-8")
+        write_text(chosen.json, text)
     return 1 if wrong else 0
 
 

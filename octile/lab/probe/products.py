@@ -25,6 +25,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from octile.atomic_files import write_text
+from octile.checkpoint.files import check_output_file
 from octile.kernels.cuda.gemm import launch_cache, num_sms
 from octile.kernels.cuda.gemm.config import BLOCK_K, Scales, Schedule
 from octile.kernels.cuda.gemm.launch_plan import plan_launch
@@ -204,6 +206,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m octile.lab.probe.products", description=main.__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     chosen = parser.parse_args(arguments)
+    if chosen.json:
+        check_output_file("json", chosen.json)
 
     if reason := why_not_on(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
         print(f"the GEMM kernels do not run here: {reason}", file=sys.stderr)
@@ -220,7 +224,7 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.json:
         about = {"gpu": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d")}
         rows = {name: asdict(found) for name, found in report.items()}
-        chosen.json.write_text(json.dumps({**about, "cases": rows}, indent=1), "utf-8")
+        write_text(chosen.json, json.dumps({**about, "cases": rows}, indent=1))
     return 1 if wrong else 0
 
 

@@ -21,7 +21,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from octile.checkpoint.files import write_text
+from octile.atomic_files import write_text
 from octile.report.compare.gradients import GradientCheck, WeightGradient
 from octile.report.compare.result import CompareResult, Curve
 from octile.report.compare.token_differences import Group, TokenDifferences

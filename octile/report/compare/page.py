@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from octile.checkpoint.files import write_text
+from octile.atomic_files import write_text
 from octile.report.compare import gradient_figures, outcome_figure, token_figures
 from octile.report.compare.curves_figure import caption_compare, draw_compare
 from octile.report.compare.result import MIN_STEPS, CompareResult

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octile.checkpoint.files import write_text
+from octile.atomic_files import write_text
 from octile.report.page import render
 from octile.report.run import curves, experts_and_scales, telemetry
 from octile.report.run.lines import Record

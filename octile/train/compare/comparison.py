@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from octile.checkpoint.files import write_json
+from octile.atomic_files import write_json
 from octile.recipe import Recipe
 from octile.train.config import COMPARE_RESUMABLE, TrainConfig, differences
 from octile.train.run.folder import COMPARISON, why_empty

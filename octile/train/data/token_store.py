@@ -9,7 +9,6 @@
 The manifest is written last: a folder without one is not finished, and a folder that does not match it is damaged.
 """
 
-import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -17,7 +16,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from octile.checkpoint.files import atomic_write, checksum
+from octile.atomic_files import atomic_write, write_json
+from octile.checkpoint.files import checksum
 from octile.checkpoint.store import Store
 from octile.text import format_count
 from octile.tokenizer import Tokenizer
@@ -128,8 +128,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write manifest.json."""
-        text = json.dumps(asdict(self), indent=2, ensure_ascii=False)
-        (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+        write_json(folder / MANIFEST, asdict(self))
 
     @classmethod
     def read(cls, folder: Path) -> Self:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from octile.checkpoint.files import write_json
+from octile.atomic_files import write_json
 from octile.extras import require
 from octile.report.compare.file import COMPARE_FILE
 from octile.train.config import TrainConfig

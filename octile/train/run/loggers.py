@@ -18,7 +18,7 @@ from textwrap import shorten
 from threading import Lock, Thread
 from typing import Any, NamedTuple, Protocol
 
-from octile.checkpoint.files import write_json
+from octile.atomic_files import write_json
 from octile.extras import require
 from octile.train.config import Logger, flatten
 from octile.train.run.folder import RunFolder

@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from octile.checkpoint.files import write_text
+from octile.atomic_files import write_text
 from octile.report.run.lines import parse_line
 from octile.train.config import Logger
 from octile.train.run.folder import TELEMETRY, RunFolder

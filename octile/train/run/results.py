@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from octile.checkpoint.files import write_json, write_text
+from octile.atomic_files import write_json, write_text
 from octile.checkpoint.hugging_face import save
 from octile.command_text import quoted_path
 from octile.formats import E4M3

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from octile.checkpoint.files import write_text
+from octile.atomic_files import write_text
 from octile.train.config import TrainConfig
 from octile.train.run.console import RunConsole
 from octile.train.run.folder import RunFolder

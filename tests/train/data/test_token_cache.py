@@ -195,6 +195,7 @@ def test_another_version_of_the_code_is_a_new_entry(source, preparation, monkeyp
 
 
 DECIDES_NOTHING = {  # it reads, writes or reuses tokens; `mix` decides about chance collisions
+    "atomic_files",
     "checkpoint.files",
     "checkpoint.store",
     "extras",

@@ -1,0 +1,54 @@
+"""Atomic writing of files: a file is written under a temporary name in the same folder, and renamed.
+
+A rename is atomic, so a crash leaves the old file or the new one, and no part of either.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """Context manager that yields a new binary file, which replaces `path` when the block ends without an error.
+
+    Raises:
+        OSError: the disk is full or the folder is not writable. The exception names `path`.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with open(partial, "w+b") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename in (None, str(partial)):
+            error.filename = str(path)  # a failed write does not name its file
+        raise
+    sync_folder(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write text as UTF-8, atomically."""
+    with atomic_write(path) as file:
+        file.write(text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as indented JSON, atomically."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def sync_folder(folder: Path) -> None:
+    """Force the renames in a folder to disk, so that they survive a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
