@@ -67,9 +67,10 @@ class Batches:
         if step < 0:
             raise ValueError(f"step must be at least 0, not {step}")
         key = step, rank, n_ranks
-        if key not in self._window_numbers:
-            self._window_numbers = self._permuted_from(*key)
-        return _windows(self.tokens, self._window_numbers[key], self.sequence_length, self._pin)
+        numbers = self._window_numbers  # another thread may replace them meanwhile
+        if key not in numbers:
+            self._window_numbers = numbers = self._permuted_from(*key)
+        return _windows(self.tokens, numbers[key], self.sequence_length, self._pin)
 
     def _permuted_from(self, step: int, rank: int, n_ranks: int) -> dict[tuple[int, int, int], npt.NDArray[np.int64]]:
         """Return the windows of a rank in STEPS steps, permuted together, by step, rank and number of ranks.

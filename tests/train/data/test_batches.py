@@ -54,6 +54,18 @@ def test_a_batch_does_not_depend_on_the_steps_before_it(seed, step):
     assert torch.equal(before.batch(step), after.batch(step))
 
 
+def test_a_batch_does_not_depend_on_another_that_a_thread_asks_for_meanwhile():
+    class ReplacedWhenSeen(dict):
+        def __contains__(self, key):
+            batches._window_numbers = {}  # as another thread's call replaces them, between the look and the use
+            return super().__contains__(key)
+
+    batches = Batches(TOKENS, 7, S, seed=0)
+    expected = batches.batch(0)
+    batches._window_numbers = ReplacedWhenSeen(batches._window_numbers)
+    assert batches.batch(0).equal(expected)
+
+
 def test_the_order_is_the_same_in_every_version():
     assert windows(Batches(TOKENS, 4, S, seed=0), range(2)) == [36, 81, 76, 13, 46, 51, 34, 74]
 
