@@ -106,12 +106,8 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Seconds spent on the recorded steps, including those before a resume, after which the clock restarts at 0."""
-        total = previous = 0.0
-        for now in (as_float(r["seconds"]) for r in self.training if "seconds" in r):
-            total += now - previous if now >= previous else now
-            previous = now
-        return total
+        """Seconds spent on the steps up to the last one that was recorded; 0 before the first."""
+        return next((as_float(r["seconds"]) for r in reversed(self.training) if "seconds" in r), 0.0)
 
 
 def read_run(folder: Path) -> Run:

@@ -59,9 +59,9 @@ def test_a_non_finite_loss_is_a_broken_step(tmp_path, loss):
     assert run.broken_steps == [5]
 
 
-def test_seconds_of_a_resumed_run_are_added_up(tmp_path):
-    run = read_run(folder_with(tmp_path, TRAINING % (1, 8, 10) + TRAINING % (2, 7, 20) + TRAINING % (3, 6, 5)))
-    assert run.seconds == 25
+def test_the_time_of_a_run_is_that_of_its_last_step(tmp_path):
+    metrics = TRAINING % (1, 8, 10) + TRAINING % (2, 7, 20) + '{"step": 3, "loss": 6}\n'
+    assert read_run(folder_with(tmp_path, metrics)).seconds == 20
 
 
 def test_a_fact_comes_from_the_summary_before_the_configuration(tmp_path):
