@@ -166,7 +166,12 @@ def test_end_step_reaches_every_layer():
 
 
 def test_end_step_does_nothing_for_models_without_history():
-    end_step(nn.Sequential(nn.Linear(2, 2), Linear(2, 2)))
+    model = nn.Sequential(nn.Linear(2, 2), Linear(2, 2))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    end_step(model)
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(after[name].equal(tensor) for name, tensor in before.items())
 
 
 def test_a_history_is_not_part_of_the_state_dict():

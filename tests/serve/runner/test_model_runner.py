@@ -319,8 +319,12 @@ def test_warming_up_writes_nothing_and_counts_nothing():
     assert torch.equal(texts.run(20).logits[0], whole)
 
 
-def test_texts_of_one_position_need_no_warming_up():
-    ModelRunner(new_model(fp8=False, config=replace(CONFIG, max_position_embeddings=1)), 1, n_drafts=1).warm_up()
+def test_texts_of_one_position_need_no_warming_up(monkeypatch: pytest.MonkeyPatch):
+    runner = ModelRunner(new_model(fp8=False, config=replace(CONFIG, max_position_embeddings=1)), 1, n_drafts=1)
+    computed: list[Layout] = []
+    monkeypatch.setattr(runner, "_compute_unwritten", computed.append)
+    runner.warm_up()
+    assert not computed
 
 
 def test_many_cached_positions_are_decompressed_in_parts(monkeypatch: pytest.MonkeyPatch):
