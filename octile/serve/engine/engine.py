@@ -298,15 +298,19 @@ class Engine:
         if len(self._compiling) == len(self._requests):
             wait(self._compiling.values(), COMPILE_SECONDS, FIRST_COMPLETED)
         outputs = []
-        for request_id in [i for i, compiled in self._compiling.items() if compiled.done()]:
-            request, compiled = self._requests[request_id], self._compiling.pop(request_id)
-            self._scheduler.add(request)
+        for request_id, compiled in [item for item in self._compiling.items() if item[1].done()]:
+            request = self._requests[request_id]
             try:
-                request.matcher = compiled.result()
-            except (GrammarError, ImportError) as error:
+                matcher = compiled.result()
+            except Exception as error:  # of any kind: no text is generated without its grammar
                 self._remove(request, FinishReason.ERROR)
-                why, is_own = f"grammar: {error}", isinstance(error, GrammarError)
+                is_explained, is_own = isinstance(error, GrammarError | ImportError), isinstance(error, GrammarError)
+                why = f"grammar: {error}" if is_explained else f"grammar: {type(error).__name__}: {error}"
                 outputs.append(Output(request_id, finish_reason=FinishReason.ERROR, error=why, is_request_error=is_own))
+            else:
+                del self._compiling[request_id]
+                request.matcher = matcher
+                self._scheduler.add(request)
         return outputs
 
     def update_weights(self, in_flight: InFlight = "finish") -> list[Output]:

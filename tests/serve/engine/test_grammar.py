@@ -338,6 +338,22 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(tokenizer):
     assert (engine.stats().failed, engine.stats().used_pages) == (1, 0)
 
 
+def test_an_unexpected_error_of_a_grammar_ends_its_request_without_text(tokenizer, monkeypatch):
+    def fail(self, grammar):
+        raise RuntimeError("out of threads")
+
+    monkeypatch.setattr(GrammarCompiler, "compile", fail)
+    engine = Engine(FakeRunner(vocab_size=330), tokenizer, EngineConfig(max_batch=4, max_step_tokens=32))
+    constrained = engine.add([1], Sampling(5, ignore_eos=True, grammar=choice(["ab"])))
+    other = engine.add([1, 2], Sampling(5, ignore_eos=True))
+    found = run(engine)
+    assert not found[constrained.id][0]
+    assert found[constrained.id][2].error == "grammar: RuntimeError: out of threads"
+    assert not found[constrained.id][2].is_request_error
+    assert len(found[other.id][0]) == 5
+    assert (engine.stats().failed, engine.stats().used_pages) == (1, 0)
+
+
 class SlowCompiler(GrammarCompiler):
     """Compiles when it is told to."""
 
