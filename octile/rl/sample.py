@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from octile.rl.prompts import Prompt
-from octile.serve.engine.engine import Engine, exception_of
-from octile.serve.engine.request import Sampling
+from octile.serve.engine.engine import Engine
+from octile.serve.engine.request import Sampling, exception_of
 from octile.tokenizer import Tokenizer
 
 

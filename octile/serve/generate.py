@@ -10,8 +10,8 @@ import torch
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.serve.engine.config import EngineConfig
-from octile.serve.engine.engine import Engine, exception_of
-from octile.serve.engine.request import Request, RequestFactory, Sampling
+from octile.serve.engine.engine import Engine
+from octile.serve.engine.request import Request, RequestFactory, Sampling, exception_of
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights.load import Folder
 from octile.serve.weights.weights import ServedWeights

@@ -44,8 +44,8 @@ def texts_of(model, tokenizer, together, n_drafts=0, n_pages=64, n_new=24, ahead
     runner = ModelRunner(model, n_pages, max_batch=16, batch_invariant=True, n_drafts=n_drafts)
     runner.max_ahead *= ahead
     engine = Engine(runner, tokenizer, EngineConfig(max_batch=16, max_step_tokens=96, n_drafts=n_drafts))
-    assert engine.runs_ahead
-    engine.runs_ahead = ahead
+    assert engine.steps.runs_ahead
+    engine.steps.runs_ahead = ahead
     found: dict[int, tuple[int, ...]] = {}
     for i, sampling in enumerate(SAMPLINGS):
         engine.add(text(30 + 17 * i, seed=i), replace(sampling, max_new_tokens=n_new))
@@ -92,7 +92,7 @@ def test_a_text_is_the_same_where_a_prompt_is_computed_in_a_decode_graph(model, 
         runner = ModelRunner(model, 64, max_batch=16, batch_invariant=True)
         runner.max_ahead *= ahead
         engine = Engine(runner, tokenizer, EngineConfig(max_batch=16, max_step_tokens=96))
-        engine.runs_ahead = ahead
+        engine.steps.runs_ahead = ahead
         requests = [engine.add(text(129, seed=0), SAMPLINGS[0]), engine.add(text(40, seed=1), SAMPLINGS[1])]
         for i in range(2, 6):
             engine.step()
@@ -111,7 +111,7 @@ def test_a_text_is_the_same_where_requests_join_one_by_one(model, tokenizer):
         runner = ModelRunner(model, 64, max_batch=16, batch_invariant=True)
         runner.max_ahead *= ahead
         engine = Engine(runner, tokenizer, EngineConfig(max_batch=16, max_step_tokens=96))
-        engine.runs_ahead = ahead
+        engine.steps.runs_ahead = ahead
         requests = []
         for i in range(6):
             sampling = replace(SAMPLINGS[i % len(SAMPLINGS)], max_new_tokens=40, logprobs=None)
@@ -142,7 +142,7 @@ def test_a_text_is_the_same_where_passes_are_launched_before_the_text_that_its_t
     found, steps = [], []
     for ahead in (False, True):
         engine = Engine(ModelRunner(model, 64, max_batch=16, batch_invariant=True), tokenizer, EngineConfig(16, 96))
-        engine.runs_ahead, engine.compiles_in_background = ahead, False
+        engine.steps.runs_ahead, engine.compiles_in_background = ahead, False
         texts: dict[int, list] = {}
         for i, fields in enumerate(2 * changes):
             sampling = Sampling(40, float(i % 2), seed=i, ignore_eos=True, **fields)

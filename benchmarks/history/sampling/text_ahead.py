@@ -32,7 +32,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def measure(engine: Engine, requests: int, way: str) -> str:
-    draw = torch.Generator().manual_seed(len(way) + 2 * engine.runs_ahead)  # other prompts: none is in the cache
+    draw = torch.Generator().manual_seed(len(way) + 2 * engine.steps.runs_ahead)  # other prompts: none is in the cache
     for i in range(requests):
         fields = {} if way == "one of them" and i else WAYS[way]
         prompt = torch.randint(3, 200, (PROMPT,), generator=draw).tolist()
@@ -54,7 +54,7 @@ if __name__ == "__main__":
     for requests in map(int, sys.argv[1:]):
         engine, runner = Folder.open(folder).load(device, EngineConfig(max_batch=requests), CacheConfig())
         for ahead in (True, False):
-            engine.runs_ahead = ahead and runner.runs_ahead
+            engine.steps.runs_ahead = ahead and runner.runs_ahead
             for way in WAYS:
                 print(
                     f"{requests:3} requests  ahead {ahead!s:5}  {way:20} {measure(engine, requests, way)}", flush=True

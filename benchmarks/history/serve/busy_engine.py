@@ -26,6 +26,7 @@ from octile.bench.step.profile import split
 from octile.serve.engine import sampler
 from octile.serve.engine.config import CacheConfig, EngineConfig
 from octile.serve.engine.engine import Engine
+from octile.serve.engine.launched_steps import LaunchedSteps
 from octile.serve.engine.request import Sampling
 from octile.serve.engine.sampler import ChosenTokens
 from octile.serve.runner.model_runner import ModelRunner
@@ -80,8 +81,10 @@ def steps_for(engine, seconds):
     return tokens, found
 
 
-for name in "_launch_pass", "_collect", "_collect_chosen", "_collect_logits", "_collect_decoded", "_launch", "add":
+for name in "_collect", "add":
     timed(Engine, name)
+for name in "_launch_pass", "_collect_chosen", "_collect_logits", "_collect_decoded", "_launch_decode":
+    timed(LaunchedSteps, name)
 for name in "run", "_layout", "_step", "_hidden", "_results", "_wait_for":
     timed(ModelRunner, name)
 timed(ChosenTokens, "wait")
@@ -94,7 +97,7 @@ with tempfile.TemporaryDirectory() as folder:
     for _ in range(clients):
         add(engine)
     for i, (ahead, has_graphs) in enumerate(WAYS):
-        engine.runs_ahead = ahead
+        engine.steps.runs_ahead = ahead
         if runner.prefill_graphs is not None:
             runner.prefill_graphs._attention = graphs if has_graphs else None
         steps_for(engine, warm)

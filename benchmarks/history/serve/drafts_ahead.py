@@ -56,7 +56,7 @@ def main(name: str) -> None:
         engine, _ = Folder.open(folder).load(device, EngineConfig(max_batch=batch, n_drafts=2), CacheConfig())
         print(f"loaded in {time.perf_counter() - begin:.1f} s", flush=True)
         for divides in (True, False):
-            engine._divides_steps = divides
+            engine.steps._divides_steps = divides
             for way, fields in WAYS.items():
                 row = measure(engine, batch, prompt, new, *fields)
                 print(f"{batch:3} requests  two parts {divides!s:5}  {way:20} {row}", flush=True)

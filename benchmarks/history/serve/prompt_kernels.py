@@ -40,7 +40,7 @@ with tempfile.TemporaryDirectory() as folder:
     config = EngineConfig(max_batch=256, max_step_tokens=STEP_TOKENS)
     engine, runner = Folder.open(Path(folder) / "model").load(device, config, CacheConfig())
     for ahead in (True, False):
-        engine.runs_ahead = ahead
+        engine.steps.runs_ahead = ahead
         for requests, prompt in ((64, 1024), (16, 4096)):
             steps = requests * prompt // STEP_TOKENS
             times = [seconds_of(engine, requests, prompt) for _ in range(5)][2:]

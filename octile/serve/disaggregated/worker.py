@@ -155,7 +155,7 @@ class _Worker(ABC):
 
     def __init__(self, connection: Connection, engine: Engine, runner: ModelRunner):
         self.connection, self.engine, self.runner = connection, engine, runner
-        engine.runs_ahead = False  # the next pass would go before the copies of latents, for which the host waits
+        engine.steps.runs_ahead = False  # the next pass would go before the copies of latents, for which the host waits
         self.stats = ChangedStats(engine.stats)
 
     def run(self) -> None:

@@ -12,24 +12,21 @@ engine drafts, a pass of the multi-token prediction layer. The engine has no thr
 
 from __future__ import annotations
 
-import math
 import time
-from array import array
 from collections import Counter
 from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import NamedTuple, get_args
 
-import torch
-from torch import Tensor
-
 from octile.ops.sample_tokens import ALL_MASKED, NOT_A_NUMBER, POSITIVE_INFINITY
 from octile.serve.engine.config import EngineConfig, InFlight
-from octile.serve.engine.draft_count import DraftCount, shared_count
-from octile.serve.engine.drafts import Computed, Drafter, check_can_draft, count_accepted, usable_drafts
+from octile.serve.engine.draft_count import DraftCount
+from octile.serve.engine.drafts import check_can_draft
 from octile.serve.engine.grammar import GrammarCompiler, GrammarError, Matcher
+from octile.serve.engine.launched_steps import LaunchedSteps
 from octile.serve.engine.pages import PageAllocator
 from octile.serve.engine.request import (
+    NOT_FINITE,
     FinishReason,
     Output,
     PromptLatents,
@@ -39,87 +36,15 @@ from octile.serve.engine.request import (
     TokenLogprobs,
     check_id,
 )
-from octile.serve.engine.sampler import ChosenTokens, Row, choose_tokens, token_logprobs
 from octile.serve.engine.scheduler import Scheduled, Scheduler
 from octile.serve.engine.stats import Stats
 from octile.serve.engine.text import TextStream
-from octile.serve.runner.batch import Batch, Chunk, Decoded, DecodedTokens, DecodeRequest, Results, Runner
+from octile.serve.runner.batch import Runner
 from octile.signals import held_interrupts
 from octile.tokenizer import Tokenizer
 
-NOT_FINITE = "the model's logits are not finite"  # how the errors of such requests begin
 COMPILE_SECONDS = 0.01  # for which a step waits if all requests wait for their grammar
-SCORED_ROWS = 256  # of prompts, whose logits are in memory at once
-ENDED = Row(Sampling(temperature=0.0), 0, 0)  # of a request that has ended; its token is ignored
 NO_TOKEN_WORDS = {NOT_A_NUMBER: "NaN", POSITIVE_INFINITY: "+Inf", ALL_MASKED: "-Inf for all tokens"}
-
-
-class _DecodeStep(NamedTuple):
-    """A decode step that is launched.
-
-    Attributes:
-        requests: its requests.
-        verified: how many drafts of each it verifies.
-        n_drafts: how many it makes for each.
-        tokens: what is chosen.
-        choice: the choice of all rows, if the step was a `_LogitsStep`; None: it chooses its tokens itself.
-    """
-
-    requests: list[Request]
-    verified: list[int]
-    n_drafts: int
-    tokens: DecodedTokens
-    choice: ChosenTokens | None = None
-
-
-class _LogitsStep(NamedTuple):
-    """A decode step with drafts that is launched up to its logits.
-
-    Its tokens are chosen once those of the step before are known: some depend on their text, or have log-probabilities.
-
-    Attributes:
-        requests, verified, n_drafts: as in `_DecodeStep`.
-        logits: what the runner computes.
-    """
-
-    requests: list[Request]
-    verified: list[int]
-    n_drafts: int
-    logits: Tensor
-
-
-class _LogitsPass(NamedTuple):
-    """A forward pass of chunks that is launched, and whose tokens are not chosen.
-
-    They are chosen later if that depends on the tokens of the pass before, which the host does not know yet, or if the
-    host waits for each pass: while a prompt is scored, with drafts, or without `runs_ahead`.
-
-    Attributes:
-        scheduled: its requests, and how many tokens of each it computes.
-        n_logits: for how many tokens of each, the last ones, there are logits.
-        results: what the runner computes.
-    """
-
-    scheduled: Sequence[Scheduled]
-    n_logits: Sequence[int]
-    results: Results
-
-
-class _ChosenPass(NamedTuple):
-    """A forward pass whose tokens are chosen, or a decode step after which one is launched.
-
-    Each request has a placeholder for its token.
-
-    Attributes:
-        choosing: the requests that get a token, and its position.
-        chosen: the tokens.
-    """
-
-    choosing: Sequence[tuple[Request, int]]
-    chosen: ChosenTokens | DecodedTokens
-
-
-_Launched = _DecodeStep | _LogitsStep | _LogitsPass | _ChosenPass
 
 
 class FirstToken(NamedTuple):
@@ -151,8 +76,7 @@ class Engine:
         weights_version: how often `update_weights` has updated the weights.
         compiles_in_background: whether other requests run while the grammar of a request is compiled. Engines that must
             schedule the same requests in each step compile at once.
-        runs_ahead: whether a forward pass of chunks is launched before the tokens of the step before are collected, and
-            a decode step before those of the pass before it.
+        steps: its launched steps, which ranks in lockstep agree on.
 
     Raises:
         ValueError: config asks for drafts, and the model has no multi-token prediction layer.
@@ -173,25 +97,18 @@ class Engine:
         self._end_tokens = frozenset((tokenizer.end, *runner.end_tokens, *end_tokens))
         self._pages = PageAllocator(runner.n_pages)
         self._scheduler = Scheduler(self._pages, runner.page_size, self.config)
-        self._drafter: Drafter | None = None
-        if self.config.n_drafts:
-            self._drafter = Drafter(runner, self._scheduler, self._end_tokens)
-        # then the engine chooses the tokens of decode steps whose requests need their text, or log-probabilities
-        self._divides_steps = runner.runs_ahead and self._drafter is not None
-        self._to_draft: tuple[list[Computed], Tensor] | None = None  # after `run`: its requests and hidden states
-        self._in_flight: list[_Launched] = []  # steps that are launched and not collected, the oldest first
+        self.steps = LaunchedSteps(runner, self._scheduler, self._end_tokens)
         self._outputs: list[Output] = []  # that no call has returned: an exception may have ended it
         self._adopted: list[tuple[Request, FirstToken]] = []  # since the last step
         self._grammars = GrammarCompiler(tokenizer, runner.vocab_size, self._end_tokens)
         self._compiling: dict[int, Future[Matcher]] = {}  # of requests that wait for their grammar
         self.compiles_in_background = True
-        self.runs_ahead = runner.runs_ahead
         self._requests: dict[int, Request] = {}
         self._texts: dict[int, TextStream] = {}
         self._factory = RequestFactory(runner.vocab_size, runner.max_position)
         self._n_requests = self.weights_version = 0
         self._ended = Counter[FinishReason]()
-        self._steps = self._steps_ahead = self._generated = self._drafted = self._accepted = 0
+        self._generated = self._drafted = self._accepted = 0
 
     @property
     def has_work(self) -> bool:
@@ -227,7 +144,7 @@ class Engine:
         self._n_requests += 1
         self._requests[request.id] = request
         if self.config.n_drafts:
-            request.draft_count = DraftCount(self._step_costs)
+            request.draft_count = DraftCount(self.steps.step_costs)
         sampling = request.sampling
         self._texts[request.id] = TextStream(
             self._tokenizer, sampling.stop, sampling.skip_special_tokens, sampling.shown_tokens
@@ -394,93 +311,17 @@ class Engine:
 
     @held_interrupts()
     def _step(self) -> None:
-        """Launch a step and the one after it, as far as they are not in flight and can be, and collect the first."""
+        """Launch a step and the one after it, as far as they are not launched and can be, and collect the first."""
         self._take_firsts()
-        if len(self._in_flight) < 2:  # otherwise an exception has ended the wait for the first
-            self._launch_steps()
-        if self._in_flight:
+        self.steps.launch_steps()
+        if self.steps.launched:
             self._collect()
-            self.draft()
-
-    def _launch_steps(self) -> None:
-        """Launch the first step, if it is not in flight, and the one after it, if that can be."""
-        if not self._in_flight:
-            self._in_flight += self._launch_first()
-        elif isinstance(first := self._in_flight[0], _LogitsPass):
-            self._in_flight[0] = self._choose(first)
-        self._complete_first()
-        if self._in_flight:
-            self._in_flight += self._launch_after(self._in_flight[0])
-
-    def _launch_first(self) -> Sequence[_Launched]:
-        """Launch a step while none is in flight, if there is one."""
-        if self._can_launch(None):
-            return self._launch(None, self.n_drafts)
-        return self._schedule_pass(None)
-
-    def _complete_first(self) -> None:
-        """Launch the rest of the first step in flight, if only its logits were launched.
-
-        If choosing its tokens raises an exception, a pass is launched instead, whose tokens can be chosen one by one.
-        """
-        first = self._in_flight[0] if self._in_flight else None
-        if isinstance(first, _LogitsStep):
-            requests, verified, n_drafts, logits = first
-            try:
-                chosen = ChosenTokens(logits, self._rows_of_step(first))
-            except Exception:  # of one row or several
-                self._in_flight[:1] = self._schedule_pass(None)
-            else:
-                tokens = self._runner.decode_chosen(chosen.on_device)
-                self._in_flight[0] = _DecodeStep(requests, verified, n_drafts, tokens, chosen)
-
-    def _launch_after(self, first: _Launched) -> Sequence[_Launched]:
-        """Launch a step after one in flight, if there is one and it needs nothing that the host does not know yet."""
-        if isinstance(first, _LogitsPass | _LogitsStep):
-            return []
-        if self._decodes_next():
-            return self._launch(first, self.n_drafts) if self._has_room_after(first) else []
-        if not self._may_pass_ahead():
-            return []
-        if isinstance(first, _DecodeStep):
-            first = self._in_flight[0] = _make_pass(first)
-        return self._schedule_pass(first.chosen.on_device)
-
-    def _may_pass_ahead(self) -> bool:
-        """Whether a pass of chunks may be launched before the tokens of the step before are known."""
-        waiting = self._scheduler.waiting
-        if waiting and waiting[0].tokens[-1] < 0:  # it was preempted: no pass reads its tokens before they are known
-            return False
-        scores_prompt = any(request.needs_prompt_logprobs for request in self._scheduler.running.values())
-        return self._goes_ahead and not scores_prompt
-
-    @property
-    def _goes_ahead(self) -> bool:
-        """Whether tokens of passes are chosen before they are computed."""
-        return self.runs_ahead and self._drafter is None
-
-    @property
-    def n_running(self) -> int:
-        """How many requests run: a decode step has no more."""
-        return len(self._scheduler.running)
-
-    @property
-    def n_drafts(self) -> int:
-        """How many drafts the next decode step should make for each of the running requests."""
-        if not self.config.n_drafts:
-            return 0
-        counts = [r.draft_count for r in self._scheduler.running.values() if r.draft_count is not None]
-        return shared_count(counts, self._step_costs)
-
-    @property
-    def _step_costs(self) -> Sequence[float]:
-        """The costs of the next decode step's drafts, of as many requests as run, or of one."""
-        return self._runner.step_costs(max(1, self.n_running), self.config.n_drafts)
+            self.steps.draft()
 
     @property
     def can_launch(self) -> bool:
         """Whether `launch` can be the next step: no request needs a pass of any chunks first."""
-        return not self._requests or self._can_launch(self._in_flight[-1] if self._in_flight else None)
+        return not self._requests or self.steps.can_launch_decode
 
     def launch(self, n_drafts: int) -> list[Output]:
         """Launch a decode step of the running requests, if there are any, and collect the one launched before.
@@ -488,342 +329,43 @@ class Engine:
         Args:
             n_drafts: drafts that the step makes for each request: ranks that exchange rows make as many.
         """
-        before = self._in_flight[-1] if self._in_flight else None
-        if self._requests and len(self._in_flight) < 2:  # as in `_step`
-            self._in_flight += self._launch(before, n_drafts)
-        if before is not None:
+        has_before = bool(self.steps.launched)
+        if self._requests:
+            self.steps.launch_decode(n_drafts)
+        if has_before:
             self._collect()
         return self._take_outputs()
 
     def schedule(self) -> tuple[list[Output], list[Scheduled]]:
-        """Collect the decode step in flight, and choose the chunks of the next forward pass, which `run` runs."""
+        """Collect the launched decode step, and choose the chunks of the next forward pass, which `run` runs."""
         if self._compiling:
             self._outputs += self._take_compiled()
         self._collect_all()
         return self._take_outputs(), self._scheduler.schedule()
 
     def run(self, scheduled: Sequence[Scheduled]) -> list[Output]:
-        """Run a forward pass of chunks that were just scheduled, and collect what it has chosen; `draft` follows."""
+        """Run a forward pass of chunks that were just scheduled, and collect what it has chosen.
+
+        `steps.draft` follows.
+        """
         if scheduled:
-            self._in_flight.append(self._launch_pass(scheduled, None))
+            self.steps.launch_pass(scheduled)
             self._collect()
         return self._take_outputs()
 
-    def _schedule_pass(self, chosen_before: Tensor | None) -> Sequence[_Launched]:
-        """Launch a forward pass of any chunks, if there are some; chosen_before as in `_launch_pass`."""
-        scheduled = self._scheduler.schedule()
-        return [self._launch_pass(scheduled, chosen_before)] if scheduled else []
-
-    def _launch_pass(self, scheduled: Sequence[Scheduled], chosen_before: Tensor | None) -> _LogitsPass | _ChosenPass:
-        """Launch a forward pass of chunks that were just scheduled.
-
-        Args:
-            scheduled: at least one.
-            chosen_before: the tokens of the pass before, if that is not collected.
-        """
-        self._steps += 1
-        self._steps_ahead += chosen_before is not None
-        chunks = [_chunk(s) for s in scheduled]
-        continued = [request for request, _ in scheduled if request.tokens[-1] < 0]
-        results = self._runner.run(Batch(chunks, chosen_before if continued else None))
-        launched = _LogitsPass(scheduled, [chunk.n_logits for chunk in chunks], results)
-        needs_text = any(request.sampling.changes_logits for request in continued)
-        return launched if needs_text else self._choose(launched)
-
-    def _choose(self, launched: _LogitsPass) -> _LogitsPass | _ChosenPass:
-        """Choose the tokens of a pass, whose logits a GPU may not have computed yet.
-
-        The pass is returned unchanged if the host waits for each one, or if choosing raises an exception.
-        """
-        scheduled, n_logits, results = launched
-        if not self._goes_ahead or any(request.needs_prompt_logprobs for request, _ in scheduled):
-            return launched
-        try:
-            chosen = ChosenTokens(results.logits, self._rows(launched))
-        except Exception:  # of one row or several: `choose_tokens` finds which
-            return launched
-        choosing: list[tuple[Request, int]] = []
-        for (request, n_tokens), n in zip(scheduled, n_logits, strict=True):
-            end = request.n_computed + n_tokens
-            if n:
-                choosing.append((request, end))
-            if request.finish_reason is not None:
-                continue  # it has ended since the pass was launched
-            if n_tokens == 1 and n:
-                request.n_computed = end  # its page is shared when the token in it is known
-            else:
-                self._scheduler.advance(request, end)
-            if n:
-                request.tokens.append(-len(choosing))
-        return _ChosenPass(choosing, chosen)
-
-    def _rows(self, launched: _LogitsPass) -> list[Row]:
-        """How the token after each row of logits is chosen. Rows of ended requests are greedy, and ignored."""
-        rows: list[Row] = []
-        for (request, _), n in zip(launched.scheduled, launched.n_logits, strict=True):
-            if request.finish_reason is not None:
-                rows += [ENDED] * n
-            elif n:
-                rows += self._rows_of(request, request.drafts)
-        return rows
-
-    def _rows_of_step(self, launched: _LogitsStep) -> list[Row]:
-        """How the token after each row of a decode step is chosen. Rows that do not count are greedy, and ignored."""
-        rows: list[Row] = []
-        for i, (request, verified) in enumerate(zip(launched.requests, launched.verified, strict=True), 1):
-            if request.finish_reason is None:
-                rows += self._rows_of(request, request.drafts[: _n_verified(request, verified)])
-            rows += [ENDED] * (i * (1 + launched.n_drafts) - len(rows))
-        return rows
-
-    def _rows_of(self, request: Request, drafts: Sequence[int]) -> list[Row]:
-        """How the tokens after a request's last one and after each of some drafts are chosen."""
-        length, texts = len(request.tokens), request.histories(self._end_tokens, drafts)
-        return [Row(request.sampling, request.seed, length + i, text) for i, text in enumerate(texts)]
-
     def _collect_all(self) -> None:
-        """Wait for all steps in flight, and add what they add to their requests to the outputs."""
-        while self._in_flight:
-            self._complete_first()
-            if self._in_flight:
+        """Wait for all launched steps, and add what they add to their requests to the outputs."""
+        while self.steps.launched:
+            self.steps.complete_first()
+            if self.steps.launched:
                 self._collect()
-            self.draft()
+            self.steps.draft()
 
     def _collect(self) -> None:
-        """Wait for the first step in flight, and add what it adds to its requests to the outputs.
-
-        It stays in flight if an exception ends the wait, such as KeyboardInterrupt.
-        """
-        launched = self._in_flight[0]
-        if isinstance(launched, _DecodeStep):
-            self._outputs += self._collect_decoded(launched)
-        elif isinstance(launched, _ChosenPass):
-            self._outputs += self._collect_chosen(launched)
-        else:
-            assert isinstance(launched, _LogitsPass)  # a `_LogitsStep` is completed before
-            self._outputs += self._collect_logits(launched)
+        """Wait for the first launched step, and add what it adds to its requests to the outputs."""
+        self._outputs += self.steps.collect(self._extend)
         if not self._requests:
-            self._in_flight.clear()
-
-    def _collect_chosen(self, launched: _ChosenPass) -> list[Output]:
-        """Wait for the tokens of a pass, and return what they add to its requests.
-
-        These may already have a placeholder for the token after it.
-        """
-        choosing, chosen = launched
-        found = chosen.wait() if isinstance(chosen, ChosenTokens) else [*map(_chosen, chosen.wait())]
-        del self._in_flight[0]
-        outputs: list[Output] = []
-        for (request, end), (token, logprobs) in zip(choosing, found, strict=True):
-            if request.finish_reason is not None:
-                continue  # it has ended since the pass was launched
-            later = request.tokens[end + 1 :]
-            del request.tokens[end:]
-            if token >= 0 and request.n_computed >= end:  # otherwise it was preempted
-                self._scheduler.share(request, end - 1, end)
-            outputs.append(self._extend(request, 0, [token], 0, _wanted([(token, logprobs)], request)))
-            if request.finish_reason is None:
-                request.tokens.extend(later)
-        return outputs
-
-    def _collect_logits(self, launched: _LogitsPass) -> list[Output]:
-        """Choose the tokens of a pass, and return what they add to its requests."""
-        results = launched.results
-        tokens, logprobs, errors = choose_tokens(results.logits, self._rows(launched))
-        wrong = self._score_prompts(launched.scheduled, results.hidden)
-        del self._in_flight[0]
-        outputs: list[Output] = []
-        computed: list[Computed] = []
-        n_rows = first = 0
-        for (request, n_tokens), n in zip(launched.scheduled, launched.n_logits, strict=True):
-            start, row, own = request.n_computed, first, range(n_rows, n_rows + n)
-            first, n_rows = first + n_tokens, n_rows + n
-            if request.finish_reason is not None:
-                continue  # it has ended since the pass was launched
-            if request.id in wrong:
-                request.prompt_logprobs.clear()
-                outputs.append(self._extend(request, 0, [NOT_A_NUMBER], 0, why=wrong[request.id]))
-            elif n:
-                n_drafts, chosen = n - 1, tokens[own.start : own.stop]
-                why = next((errors[i] for i in own if i in errors), None)
-                n_accepted = count_accepted(request.drafts, chosen) if n_drafts else 0
-                n_tokens -= n_drafts - n_accepted
-                scored = [logprobs[i] for i in own if i in logprobs] if logprobs else []
-                outputs.append(self._extend(request, n_tokens, chosen[: n_accepted + 1], n_drafts, scored, why))
-            else:
-                self._scheduler.advance(request, start + n_tokens)
-            if self._drafter is not None and request.finish_reason is None:
-                computed.append(Computed(request, start, n_tokens, row))
-        if self._drafter is not None:
-            self._to_draft = computed, results.hidden
-        return outputs
-
-    def _score_prompts(self, scheduled: Sequence[Scheduled], hidden_TD: Tensor) -> dict[int, str]:
-        """Append what a forward pass has computed to the log-probabilities of prompts that are asked for.
-
-        Args:
-            scheduled: requests of the pass, before they advance.
-            hidden_TD: hidden states of their chunks.
-
-        Returns:
-            what is wrong with the logits of a request, by its id.
-        """
-        scored: list[tuple[Request, int, int]] = []  # request, row of the hidden states, and token after it
-        first = 0
-        for request, n_tokens in scheduled:
-            if request.needs_prompt_logprobs and request.finish_reason is None:
-                start, prompt = request.n_computed, request.prompt
-                positions = range(len(request.prompt_logprobs), min(start + n_tokens, len(prompt) - 1))
-                scored += [(request, first + p - start, prompt[p + 1]) for p in positions]
-            first += n_tokens
-        for i in range(0, len(scored), SCORED_ROWS):
-            requests, rows, tokens = zip(*scored[i : i + SCORED_ROWS], strict=True)
-            logits = self._runner.logits(hidden_TD[torch.tensor(rows, device=hidden_TD.device)])
-            counts = [request.sampling.prompt_logprobs or 0 for request in requests]
-            for request, entry in zip(requests, token_logprobs(logits, tokens, counts), strict=True):
-                request.prompt_logprobs.append(entry)
-        return {
-            request.id: f"{NOT_FINITE}, for the token at position {position} of the prompt"
-            for request, _ in scheduled
-            if (position := _first_nan(request.prompt_logprobs)) is not None
-        }
-
-    def draft(self) -> None:
-        """Draft the tokens after those of the last `run`, if the engine drafts."""
-        to_draft, self._to_draft = self._to_draft, None
-        if self._drafter is not None and to_draft is not None:
-            self._drafter.draft(*to_draft)
-
-    @property
-    def lacks_draft(self) -> bool:
-        """Whether a draft of this engine could not be chosen since `drop_drafts`; another rank may have chosen it."""
-        return self._drafter is not None and self._drafter.lacks_draft
-
-    def drop_drafts(self) -> None:
-        """Forget the drafts of the last `draft`, before the next step. No decode step is in flight then."""
-        for request in self._scheduler.running.values():
-            request.drafts = []
-        if self._drafter is not None:
-            self._drafter.lacks_draft = False
-
-    def _can_launch(self, before: _Launched | None) -> bool:
-        """Whether a decode step of all running requests can be launched, and no other can join them.
-
-        Args:
-            before: the step that is launched and not collected, if there is one.
-        """
-        return self._decodes_next() and self._has_room_after(before)
-
-    def _decodes_next(self) -> bool:
-        """Whether all running requests decode, decode steps honor their samplings, and no other can join them."""
-        running = self._scheduler.running.values()
-        return all(map(self._joins_decode_step, running)) and not self._scheduler.can_admit()
-
-    def _has_room_after(self, before: _Launched | None) -> bool:
-        """Whether a decode step after `before` has rows and pages for all running requests, and `before` their tokens.
-
-        Args:
-            before: as in `_can_launch`.
-        """
-        scheduler, running, most = self._scheduler, self._scheduler.running, self._runner.max_ahead
-        if not 0 < len(running) <= most or self._runner.n_drafts != self.config.n_drafts:
-            return False
-        if isinstance(before, _LogitsPass):
-            return False
-        if isinstance(before, _ChosenPass):
-            # the step would leave out a request whose token the pass does not choose: one of its prompt may be left
-            has_all = all(request.tokens[-1] < 0 for request in running.values())
-            if not has_all or len(before.choosing) > most:
-                return False
-        is_launched = before is not None
-        missing = sum(scheduler.n_missing(request, self._reach(request, is_launched)) for request in running.values())
-        return missing <= self._pages.n_free
-
-    def _reach(self, request: Request, is_launched: bool) -> int:
-        """The positions of a request's text up to the last that its next decode step can write.
-
-        Args:
-            request: a running one.
-            is_launched: whether the step before is launched and not collected.
-        """
-        n_drafts = self.config.n_drafts
-        reached = _n_known(request) + _beyond(n_drafts) + (1 + n_drafts if is_launched else 0)
-        return min(reached, request.max_length - 1)  # the last token is not an input
-
-    def _launch(self, before: _Launched | None, n_drafts: int) -> Sequence[_DecodeStep | _LogitsStep]:
-        """Launch a decode step of the running requests but those that `before` surely ends, if others are left.
-
-        Args:
-            before: the step that is launched and not collected, if there is one.
-            n_drafts: drafts that the step makes for each request.
-        """
-        continued: list[Request] = []
-        chosen: Tensor | None = None
-        n_before = 0
-        if isinstance(before, _DecodeStep):
-            continued, n_before = before.requests, before.n_drafts
-        elif isinstance(before, _ChosenPass):
-            continued, chosen = [request for request, _ in before.choosing], before.chosen.on_device
-        sources = {request.id: i for i, request in enumerate(continued)}
-        requests: list[Request] = []
-        verified: list[int] = []
-        rows: list[DecodeRequest] = []
-        for request in self._scheduler.running.values():
-            length, sampling = _n_known(request), request.sampling
-            end = request.max_length - 1
-            source = sources.get(request.id, -1)
-            most = n_drafts if request.draft_count is None else min(n_drafts, request.draft_count.count)
-            if before is None:
-                tokens = [request.tokens[-1], *request.drafts[:most]]
-                most = len(tokens) - 1
-            elif source < 0 or length >= end:
-                continue
-            else:
-                tokens, most = [], min(most, n_before)
-            has_pages = self._scheduler.extend(request, self._reach(request, before is not None))
-            assert has_pages  # `_can_launch` has counted them
-            requests.append(request)
-            verified.append(most)
-            how = request.seed, sampling.top_k, most, sampling.temperature, sampling.top_p, sampling.min_p
-            rows.append(DecodeRequest(source, length - 1, end, *how, tokens, request.pages))
-        if not rows:
-            return []
-        self._steps += 1
-        self._steps_ahead += before is not None
-        if not all(map(self._is_chosen_in_step, requests)):
-            return [_LogitsStep(requests, verified, n_drafts, self._runner.decode_logits(rows, n_drafts))]
-        log_probs = any(request.sampling.logprobs is not None for request in requests)
-        return [_DecodeStep(requests, verified, n_drafts, self._runner.decode(rows, n_drafts, log_probs, chosen))]
-
-    def _joins_decode_step(self, request: Request) -> bool:
-        """Whether a request decodes, and a decode step honors its sampling."""
-        return request.n_pending == 1 and (self._divides_steps or self._is_chosen_in_step(request))
-
-    def _is_chosen_in_step(self, request: Request) -> bool:
-        """Whether a decode step that chooses its tokens itself honors a request's sampling."""
-        sampling = request.sampling
-        has_results = sampling.logprobs is None or not self.config.n_drafts  # with drafts a step returns tokens alone
-        return sampling.joins_decode_steps and has_results
-
-    def _collect_decoded(self, launched: _DecodeStep) -> list[Output]:
-        """Wait for a decode step, and return what it adds to its requests."""
-        found, k = launched.tokens.wait(), 1 + launched.n_drafts
-        rows = [[_chosen(decoded)] for decoded in found]
-        if launched.choice is not None:
-            choice = launched.choice.wait()
-            rows = [choice[i : i + k] for i in range(0, len(choice), k)]
-        del self._in_flight[0]
-        outputs: list[Output] = []
-        for request, verified, decoded, own in zip(launched.requests, launched.verified, found, rows, strict=True):
-            if request.finish_reason is not None:
-                continue  # it has ended since the step was launched
-            n_drafts = _n_verified(request, verified)
-            n_accepted = min(decoded.accepted, n_drafts)
-            chosen, scored = decoded.chosen[: n_accepted + 1], _wanted(own[: n_accepted + 1], request)
-            outputs.append(self._extend(request, 1 + n_accepted, chosen, n_drafts, scored))
-            if request.finish_reason is None:
-                request.drafts = usable_drafts(decoded.drafts, request)
-        return outputs
+            self.steps.launched.clear()
 
     def stats(self) -> Stats:
         """Return the state of the queues and of the cache, and the counts since the engine was made."""
@@ -834,8 +376,8 @@ class Engine:
             n_pages=pages.n_pages,
             used_pages=pages.n_pages - pages.n_free,
             cached_pages=pages.n_cached,
-            steps=self._steps,
-            steps_ahead=self._steps_ahead,
+            steps=self.steps.n_steps,
+            steps_ahead=self.steps.n_ahead,
             requests=self._n_requests,
             finished=ended[FinishReason.STOP] + ended[FinishReason.LENGTH],
             canceled=ended[FinishReason.CANCELED],
@@ -852,7 +394,7 @@ class Engine:
 
     def close(self) -> None:
         """Cancel all requests."""
-        self._in_flight.clear()
+        self.steps.launched.clear()
         self._outputs.clear()
         for request_id in list(self._requests):
             self.cancel(request_id)
@@ -867,11 +409,7 @@ class Engine:
         logprobs: Sequence[TokenLogprobs] = (),
         why: str | None = None,
     ) -> Output:
-        """Append the chosen tokens of a pass that has computed n_tokens positions, and verified n_drafts drafts.
-
-        logprobs are those of the chosen tokens, up to one that is none, if they were asked for. `why` says what is
-        wrong where no token was chosen, if it is not the logits.
-        """
+        """Append the chosen tokens of a step to a request, as `Extend` says."""
         request.drafts = []
         self._drafted += n_drafts
         self._accepted += len(chosen) - 1
@@ -912,7 +450,7 @@ class Engine:
         request.drafted_tokens += n_drafts
         request.accepted_tokens += min(len(chosen) - 1, len(tokens) - length)
         if request.draft_count is not None:
-            request.draft_count.record(n_drafts, len(chosen) - 1, self._step_costs)
+            request.draft_count.record(n_drafts, len(chosen) - 1, self.steps.step_costs)
         if len(tokens) > length and (not request.weights_versions or request.weights_versions[-1][1] != version):
             request.weights_versions.append((length, version))
         if error is None:
@@ -942,57 +480,6 @@ class Engine:
         del self._requests[request.id], self._texts[request.id]
 
 
-def exception_of(error: str) -> FloatingPointError | RuntimeError:
-    """Return `Output.error` as an exception: a FloatingPointError where logits are not finite, else a RuntimeError."""
-    return FloatingPointError(error) if error.startswith(NOT_FINITE) else RuntimeError(error)
-
-
-def _first_nan(prompt_logprobs: Sequence[TokenLogprobs]) -> int | None:
-    """The position of the first token of a prompt that has a log-probability of NaN; None: none has."""
-    for position, entry in enumerate(prompt_logprobs, 1):
-        if any(map(math.isnan, (entry.logprob, *(logprob for _, logprob in entry.top)))):
-            return position
-    return None
-
-
-def _n_known(request: Request) -> int:
-    """How many tokens of a request are known: all but one at most, which a step in flight chooses."""
-    return len(request.tokens) - (request.tokens[-1] < 0)
-
-
-def _n_verified(request: Request, n_drafts: int) -> int:
-    """How many drafts of a request a decode step that was launched to verify so many verifies: those that it has."""
-    return min(n_drafts, len(request.drafts), request.n_remaining - 1)
-
-
-def _chosen(decoded: Decoded) -> tuple[int, TokenLogprobs | None]:
-    """The token after the last one of a request, and its log-probability, if its decode step has computed it."""
-    token = decoded.chosen[0]
-    return token, None if decoded.log_prob is None else TokenLogprobs(token, decoded.log_prob)
-
-
-def _wanted(chosen: Sequence[tuple[int, TokenLogprobs | None]], request: Request) -> list[TokenLogprobs]:
-    """The log-probabilities of tokens, if the request has asked for them: some steps compute those of all requests."""
-    return [] if request.sampling.logprobs is None else [entry for _, entry in chosen if entry is not None]
-
-
-def _make_pass(launched: _DecodeStep) -> _ChosenPass:
-    """Make a pass of a decode step in flight: its requests get a placeholder for the token that it chooses."""
-    choosing: list[tuple[Request, int]] = []
-    for i, request in enumerate(launched.requests):
-        end = len(request.tokens)
-        choosing.append((request, end))
-        if request.finish_reason is None:
-            request.n_computed = end  # its page is shared when the token is known
-            request.tokens.append(-1 - i)
-    return _ChosenPass(choosing, launched.tokens)
-
-
-def _beyond(n_drafts: int) -> int:
-    """The positions after a request's last token that a decode step writes: drafts, and drafts of accepted drafts."""
-    return max(n_drafts, 2 * n_drafts - 1)
-
-
 def _forbids_all(no_token: int, request: Request) -> bool:
     """Whether the request itself has left no token that may come next, rather than the model."""
     return no_token == ALL_MASKED and request.sampling.changes_logits
@@ -1009,14 +496,3 @@ def _describe_logits(no_token: int, request: Request) -> str:
         f"{NOT_FINITE}: {NO_TOKEN_WORDS[no_token]}, for the token at position {len(request.tokens)} of the text "
         f"({request.n_generated} generated before): a weight is damaged, or its training diverged"
     )
-
-
-def _chunk(scheduled: Scheduled) -> Chunk:
-    """The chunk of a request."""
-    request, n_tokens = scheduled
-    start, tokens, drafts = request.n_computed, request.tokens, request.drafts
-    if start + n_tokens < len(tokens):
-        return Chunk(tokens[start : start + n_tokens], start, request.pages, 0)
-    if not drafts:
-        return Chunk(tokens[start:], start, request.pages, 1)
-    return Chunk(tokens[start:] + array("q", drafts), start, request.pages, 1 + len(drafts))

@@ -22,6 +22,7 @@ MAX_TOP_K = 2**31 - 1
 MAX_LOGPROBS = 20  # alternatives per token
 MAX_STOPS = 32
 MAX_TOKENS_NAMED = 1024  # of logit_bias, stop_token_ids or bad_words
+NOT_FINITE = "the model's logits are not finite"  # how the errors of such requests begin
 
 # Fields of `Sampling` by who honors them. A field that is in none of these sets is honored by nobody: unless it has its
 # default, its requests take no part in decode steps (`Runner.decode`).
@@ -433,3 +434,8 @@ def check_tokens(sampling: Sampling, vocab_size: int) -> None:
                     f"{name} has the token {token}, but the model's vocabulary has {vocab_size}, from 0 to "
                     f"{vocab_size - 1}"
                 )
+
+
+def exception_of(error: str) -> FloatingPointError | RuntimeError:
+    """Return `Output.error` as an exception: a FloatingPointError where logits are not finite, else a RuntimeError."""
+    return FloatingPointError(error) if error.startswith(NOT_FINITE) else RuntimeError(error)

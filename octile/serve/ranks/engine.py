@@ -115,12 +115,12 @@ class ExpertParallelEngine:
         """
         can_place = self._runner.expert_tokens is not None and not self._moves
         wants_place = can_place and time.monotonic() >= self._placed + self._seconds
-        lacks_draft = self.group_size > 1 and self.engine.lacks_draft
-        engine = self.engine
-        own = engine.has_work, wants_place, not engine.can_launch, lacks_draft, engine.n_running, engine.n_drafts
+        engine, steps = self.engine, self.engine.steps
+        lacks_draft = self.group_size > 1 and steps.lacks_draft
+        own = engine.has_work, wants_place, not engine.can_launch, lacks_draft, steps.n_running, steps.n_drafts
         has_work, is_due, needs_run, drops_drafts, self._runner.min_decode, n_drafts = self._maxima(*own)
         if drops_drafts:
-            self.engine.drop_drafts()
+            steps.drop_drafts()
         if is_due:
             self._place()
         outputs: list[Output] | None = None
@@ -195,7 +195,7 @@ class ExpertParallelEngine:
         self._count(chosen)
         if runner.n_drafts and self.group_size > 1:
             self._maxima()
-        self.engine.draft()
+        self.engine.steps.draft()
         runner.take_part_in_drafts(runner.n_drafts - (runner.n_draft_passes - n_drafts))
         runner.max_rank_rows = 0
         return outputs + chosen

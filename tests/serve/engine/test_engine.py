@@ -152,7 +152,7 @@ def test_drafts_cost_what_they_do_with_as_many_requests_as_run(engine_of, max_ah
         if step == 10:
             engine.add([4, 5, 6], Sampling(10, ignore_eos=True))
         engine.step()
-        counts.append((engine.n_running, engine.n_drafts))
+        counts.append((engine.steps.n_running, engine.steps.n_drafts))
     assert [counts[step] for step in (9, 14, 29)] == [(1, 0), (2, 2), (1, 0)]
 
 

@@ -12,8 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from octile.serve.engine import engine as engine_module
-from octile.serve.engine import sampler
+from octile.serve.engine import launched_steps, sampler
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import FinishReason, Sampling
@@ -49,7 +48,7 @@ def engine_of(tokenizer):
             tokenizer,
             EngineConfig(**{"max_batch": 4, "max_step_tokens": 16, **limits}),
         )
-        engine.runs_ahead = ahead
+        engine.steps.runs_ahead = ahead
         return engine
 
     return make
@@ -142,9 +141,9 @@ def test_a_pass_of_plain_requests_is_chosen_at_once_beside_one_that_depends_on_i
         engine.step()
     penalized = engine.add([3] * 5, Sampling(3, 1.0, seed=1, presence_penalty=1.0, ignore_eos=True))
     engine.step()
-    assert isinstance(engine._in_flight[0], engine_module._ChosenPass)
+    assert isinstance(engine.steps.launched[0], launched_steps.ChosenPass)
     engine.step()
-    assert isinstance(engine._in_flight[0], engine_module._LogitsPass)  # its next token depends on the first one
+    assert isinstance(engine.steps.launched[0], launched_steps.LogitsPass)  # its next token depends on the first one
     run(engine)
     for request in (plain, penalized):
         assert request.tokens.tolist() == [*request.prompt, *engine._runner.text_of(request.prompt, request.sampling)]
@@ -384,7 +383,7 @@ def test_a_step_with_drafts_whose_logits_alone_are_launched_is_forgotten_with_it
     request = engine.add([1, 2], Sampling(9, presence_penalty=1.0, ignore_eos=True))
     for _ in range(2):
         engine.step()
-    assert isinstance(engine._in_flight[-1], engine_module._LogitsStep)
+    assert isinstance(engine.steps.launched[-1], launched_steps.LogitsStep)
     engine.cancel(request.id)
     other = engine.add([5] * 3, Sampling(12, presence_penalty=1.0, ignore_eos=True))
     run(engine)
@@ -396,7 +395,7 @@ def test_a_prefix_is_shared_while_the_pass_that_computes_it_is_not_collected(eng
     engine.add([1] * 12, Sampling(1))
     engine.add([2] * 33, Sampling(1))
     engine.step()
-    assert isinstance(engine._in_flight[0], engine_module._ChosenPass)
+    assert isinstance(engine.steps.launched[0], launched_steps.ChosenPass)
     engine.add([2] * 33, Sampling(1))
     run(engine)
     assert engine.stats().shared_tokens == 32
@@ -460,7 +459,7 @@ def test_weights_are_updated_after_the_pass_in_flight(engine_of, in_flight, chan
     engine.add([3] * 60, Sampling(1))
     for _ in range(3):
         engine.step()
-    assert not isinstance(engine._in_flight[0], engine_module._DecodeStep)
+    assert not isinstance(engine.steps.launched[0], launched_steps.DecodeStep)
     n_before = first.n_generated - (first.tokens[-1] < 0)
     outputs = engine.update_weights(in_flight)
     new = [token for output in outputs if output.request_id == first.id for token in output.tokens]
@@ -477,7 +476,7 @@ def test_weights_are_updated_after_the_step_with_drafts_whose_logits_are_in_flig
     request, old = engine.add([1, 2], sampling), [1, 2, *runner.text_of([1, 2], sampling)]
     for _ in range(4):
         engine.step()
-    assert isinstance(engine._in_flight[0], engine_module._LogitsStep)
+    assert isinstance(engine.steps.launched[0], launched_steps.LogitsStep)
     n_before = len(request.tokens)
     engine.update_weights(in_flight)
     end = len(request.tokens)  # of what the old weights have chosen
@@ -595,7 +594,7 @@ def interrupt(monkeypatch, seed):
     for kind in ChosenTokens, DecodedTokens:
         monkeypatch.setattr(kind, "wait", interrupted(kind.wait))
     for name in "choose_tokens", "token_logprobs":
-        monkeypatch.setattr(engine_module, name, interrupted(getattr(engine_module, name)))
+        monkeypatch.setattr(launched_steps, name, interrupted(getattr(launched_steps, name)))
     return found
 
 

@@ -289,7 +289,7 @@ def check_that_a_difference_is_found(rank: int, n_drafts: int, ahead: bool) -> N
         engine.add(text(9, i), Sampling(40, seed=i, ignore_eos=True))
     for _ in range(6):
         ranks.step()
-    assert bool(engine._in_flight) == ahead
+    assert bool(engine.steps.launched) == ahead
     if ahead:
         engine.cancel(1)  # the next step reads what was launched, and schedules
     if rank:
