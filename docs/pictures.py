@@ -280,6 +280,7 @@ ROOMS = (  # from the last to the first: what the rooms are for, their color, an
         "files and state",
         "purple",
         (
+            ("chat", "its template"),
             ("tokenizer", "byte-level BPE"),
             ("report", "pages"),
             ("checkpoint", "conversion"),

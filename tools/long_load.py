@@ -20,8 +20,8 @@ from octile.models.config import ModelConfig
 from octile.serve.process.signals import freeze_loaded
 from octile.tokenizer import Tokenizer
 from octile.train.config import MODELS
+from tests.chat.templates import V31, with_tokens
 from tests.serve.http.mixed_load import FOLLOWING, Asked, draw, follows, leave, read_stream, read_whole
-from tests.serve.http.templates import V31, with_tokens
 
 MINUTE, TICK = 60.0, 0.005  # seconds of a line, and between two looks at this process's own delay
 FIRST = 20.0  # seconds of load that do not count

@@ -14,7 +14,6 @@ protocol.py         the bodies of requests, as OpenAI defines them, and what of 
 response_body.py    the body of /v1/responses, and the chat that it asks for
 response_object.py  its answer: items, whole or in events
 neutral.py          fields of other servers, with the values that change nothing
-chat.py             the chat template: messages to tokens
 message.py          what the model writes in a chat, as the parts of a message
 reasoning.py        the thought in a text
 grammars.py         the grammars that requests ask for

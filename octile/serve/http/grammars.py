@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from octile.chat.template import Prompt
+from octile.chat.thought import Thought
 from octile.serve.engine.grammar import GrammarCompiler, GrammarError, json_schema
-from octile.serve.http.chat import Prompt
 from octile.serve.http.message_grammar import CalledFunction, Calls, message_grammar
 from octile.serve.http.protocol import ChatBody, Function, Generation
-from octile.serve.http.reasoning import Thought
 from octile.serve.http.responses import ApiError
 from octile.serve.http.tools.parser import CallFormat
 from octile.validation import quoted

@@ -15,8 +15,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from octile.chat.thought import BEGIN, END, Thought
 from octile.serve.engine.grammar import ANY_OBJECT, with_blanks
-from octile.serve.http.reasoning import BEGIN, END, Thought
 from octile.serve.http.tools.parser import CallFormat
 
 TEXT = r"/(.|\n)*/"

@@ -20,11 +20,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from octile.chat.template import Arguments, Rendering
 from octile.serve.engine.config import InFlight
 from octile.serve.engine.grammar import ANY_OBJECT, choice, context_free, json_schema, regex
 from octile.serve.engine.request import MAX_LOGPROBS, MAX_TOP_K, Sampling
 from octile.serve.http import neutral
-from octile.serve.http.chat import Arguments, Rendering
 from octile.serve.http.neutral import Values, is_neutral
 from octile.serve.http.responses import ApiError
 from octile.serve.weights.source import BufferSource, FolderSource, WeightsSource

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from octile.chat.template import ChatTemplate
 from octile.checkpoint.files import GENERATION_CONFIG
 from octile.ops.latent_cache import PAGE
 from octile.parallel.ranks import explain, join, leave, world
 from octile.serve.disaggregated.router import Router
 from octile.serve.engine.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig, check_micro_batches
 from octile.serve.http.address import bind, url_of
-from octile.serve.http.chat import ChatTemplate
 from octile.serve.http.config import HttpConfig
 from octile.serve.http.process import HttpProcess
 from octile.serve.http.tls import TlsFiles

@@ -13,10 +13,11 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 
+from octile.chat.template import ChatTemplate, FieldError, Prompt
+from octile.chat.thought import BEGIN, END, Thought
 from octile.serve.engine.bad_words import token_sequences
 from octile.serve.engine.grammar import GrammarCompiler
 from octile.serve.engine.request import FinishReason, Output, Request, RequestFactory, Sampling
-from octile.serve.http.chat import ChatTemplate, FieldError, Prompt
 from octile.serve.http.config import BODY_SECONDS, FIRST_STEP_SECONDS, HUNG_SECONDS, Limits, Parsers
 from octile.serve.http.grammars import Grammars
 from octile.serve.http.message import MessageParser
@@ -32,7 +33,7 @@ from octile.serve.http.protocol import (
     StreamOptions,
     parse,
 )
-from octile.serve.http.reasoning import BEGIN, END, ReasoningParser, Thought
+from octile.serve.http.reasoning import ReasoningParser
 from octile.serve.http.response_body import LOGPROBS, ResponseBody, own_names
 from octile.serve.http.response_object import ResponseObject
 from octile.serve.http.responses import (

@@ -45,7 +45,7 @@ class Listening(NamedTuple):
 def answer(connection: Connection, bound: socket.socket) -> None:
     """Answer requests at a bound address until the process of the engine asks for the end, or has ended."""
     # late: the process of the engine imports this module, too, and needs no FastAPI
-    from octile.serve.http.chat import ChatTemplate
+    from octile.chat.template import ChatTemplate
     from octile.serve.http.server import Server
     from octile.serve.http.service import Service
     from octile.serve.process.client import EngineClient

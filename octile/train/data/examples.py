@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from octile.serve.http.chat import Arguments, ChatTemplate, FieldError, Rendering
+from octile.chat.template import Arguments, ChatTemplate, FieldError, Rendering
 from octile.tokenizer import Tokenizer
 from octile.train.data.corpus import files_below, is_path, why_not_opened
 from octile.validation import quoted

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from octile.chat.template import ChatTemplate
 from octile.checkpoint.files import checksum
-from octile.serve.http.chat import ChatTemplate
 from octile.tokenizer import Tokenizer
 from octile.train.data.corpus import LeftOut
 from octile.train.data.corpus_index import BYTES_PER_TOKEN, CorpusIndex
@@ -35,10 +35,8 @@ from octile.validation import json_checksum
 PREPARED_BY = (  # the source on which the tokens of examples depend
     "added_tokens.py",
     "byte_level.py",
-    "serve/engine/text.py",
-    "serve/http/chat.py",
-    "serve/http/reasoning.py",
-    "serve/http/tags.py",
+    "chat/template.py",
+    "chat/thought.py",
     "tiktoken_model.py",
     "tokenizer.py",
     "train/data/corpus_index.py",

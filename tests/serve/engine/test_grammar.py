@@ -23,9 +23,9 @@ from octile.serve.engine.engine import Engine
 from octile.serve.engine.grammar import GrammarCompiler, GrammarError, choice, context_free, json_schema, regex
 from octile.serve.engine.request import FinishReason, Sampling
 from octile.tokenizer import Tokenizer
+from tests.chat.templates import with_tokens
 from tests.serve.engine.test_engine import run
 from tests.serve.fake_runner import FakeRunner
-from tests.serve.http.templates import with_tokens
 
 SCHEMA = {
     "type": "object",

@@ -14,10 +14,10 @@ import pytest
 
 pytest.importorskip("fastapi", reason="octile[serve] is not installed")
 
+from octile.chat.template import ChatTemplate
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
 from octile.serve.http.address import bind, url_of
-from octile.serve.http.chat import ChatTemplate
 from octile.serve.http.config import Limits, Parsers
 from octile.serve.http.server import Server
 from octile.serve.http.service import Service

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from octile.serve.http.config import Parsers
-from tests.serve.http.templates import R1, V31, with_tokens
+from tests.chat.templates import R1, V31, with_tokens
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ import openai
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
 from octile.serve.http.config import Limits, Parsers
+from tests.chat.templates import V31, with_tokens
 from tests.serve.fake_runner import FakeRunner
 from tests.serve.http.conftest import Served
-from tests.serve.http.templates import V31, with_tokens
 from tests.serve.http.trip import SCHEMA, STOP, STRICT, TRIP, is_trip, schema_format
 
 MESSAGES = [{"role": "user", "content": "Where to, and how long?"}]

@@ -11,8 +11,8 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 
 from octile.serve.http.config import Limits, Parsers
+from tests.chat.templates import V31, with_tokens
 from tests.serve.http.conftest import Served
-from tests.serve.http.templates import V31, with_tokens
 from tests.serve.http.test_formats import EngineOfRandomLogits
 
 MESSAGES = [SystemMessage("Be brief."), HumanMessage("a")]

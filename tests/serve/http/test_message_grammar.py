@@ -9,12 +9,12 @@ pytest.importorskip("llguidance", reason="octile[serve] is not installed")
 
 import llguidance
 
+from octile.chat.thought import Thought
 from octile.serve.engine.grammar import GrammarCompiler, choice, context_free, json_schema, regex
 from octile.serve.http.message_grammar import CalledFunction, Calls, message_grammar
-from octile.serve.http.reasoning import Thought
 from octile.serve.http.tools.formats import FORMATS
 from octile.serve.http.tools.parser import ToolParser
-from tests.serve.http.templates import with_tokens
+from tests.chat.templates import with_tokens
 
 ADD = CalledFunction("add", {"type": "object", "properties": {"x": {"type": "integer"}}, "additionalProperties": False})
 SUB = CalledFunction("sub")

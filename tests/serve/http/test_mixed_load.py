@@ -16,10 +16,10 @@ pytest.importorskip("llguidance", reason="octile[serve] is not installed")
 from octile.serve.http import connection
 from octile.serve.http.config import Limits, Parsers
 from octile.serve.http.server import allow_files
+from tests.chat.templates import V31, with_tokens
 from tests.forked_command import ForkedCommand
 from tests.serve.http.conftest import Served, wait_until
 from tests.serve.http.mixed_load import FOLLOWING, PLAIN, answers_alone, answers_together, draw, follows
-from tests.serve.http.templates import V31, with_tokens
 from tests.serve.http.test_formats import EngineOfRandomLogits
 from tests.serve.models import save_untrained
 from tests.train.conftest import MICRO

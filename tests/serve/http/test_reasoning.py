@@ -1,28 +1,11 @@
-"""Thinking: where a prompt ends, and what a text's thought is."""
+"""A text is divided into a thought and an answer."""
 
 import pytest
 from hypothesis import given
 from hypothesis.strategies import booleans
 
-from octile.serve.http.reasoning import ReasoningParser, Thinking, ends_inside
+from octile.serve.http.reasoning import ReasoningParser, Thinking
 from tests.serve.http.pieces import CUTS, split, texts_of
-
-
-@pytest.mark.parametrize(
-    ("prompt", "continued", "inside"),
-    [
-        ("<user>a<assistant><think>", "", True),
-        ("<user>a<assistant><think>\n", "", True),
-        ("<user>a<assistant></think>", "", False),
-        ("<user>what is <think>?<assistant>", "", False),
-        ("<user>a<assistant></think><think>one", "<think>one", True),
-        ("<user>a<assistant><think>\none", " one ", True),
-        ("<user>a<assistant></think>one", "one", False),
-        ("<user>a<assistant><think>b</think>one", "<think>b</think>one", False),
-    ],
-)
-def test_a_prompt_ends_within_a_thought_that_is_not_closed(prompt, continued, inside):
-    assert ends_inside(prompt, continued) is inside
 
 
 def parsed(*pieces: str, is_inside: bool = False) -> Thinking:

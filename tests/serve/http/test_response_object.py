@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from octile.serve.http.config import Parsers
-from tests.serve.http.templates import V31, with_tokens
+from tests.chat.templates import V31, with_tokens
 
 PARSERS = Parsers("deepseek_r1", "deepseek_v31")
 THINKING = {"extra_body": {"chat_template_kwargs": {"thinking": True}}}

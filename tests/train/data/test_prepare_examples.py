@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from octile.serve.http.chat import ChatTemplate, Rendering
+from octile.chat.template import ChatTemplate, Rendering
 from octile.serve.http.protocol import Message
 from octile.tokenizer import Tokenizer
 from octile.train.data import prepare_examples as prepare_examples_module

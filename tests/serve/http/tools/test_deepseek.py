@@ -5,7 +5,7 @@ import pytest
 from octile.serve.engine.text import TextStream
 from octile.serve.http.tools.deepseek import V3, V31
 from octile.serve.http.tools.parser import ToolParser
-from tests.serve.http.templates import with_tokens
+from tests.chat.templates import with_tokens
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 

@@ -30,7 +30,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from octile.serve.http.reasoning import BEGIN, END, Thought, ends_inside, thought_after
+from octile.chat.thought import BEGIN, END, Thought, ends_inside, thought_after
 from octile.tokenizer import CHAT_TEMPLATE, NAMED_TEMPLATES, Tokenizer, disable_word_cache, token_text
 from octile.validation import parse_json, read_text
 

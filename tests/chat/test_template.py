@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from octile.serve.http.chat import PLAIN_STOP, ChatTemplate, FieldError, Rendering
+from octile.chat.template import PLAIN_STOP, ChatTemplate, FieldError, Rendering
 from octile.serve.http.protocol import ChatBody, Message
 from octile.tokenizer import Tokenizer
-from tests.serve.http.templates import KIMI, R1, TOKENS, V31, with_tokens
+from tests.chat.templates import KIMI, R1, TOKENS, V31, with_tokens
 
 TEMPLATE = """\
 {{ bos_token }}{% for message in messages %}
