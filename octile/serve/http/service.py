@@ -485,8 +485,6 @@ class Service:
                         raise ApiError(400, f"choice {index} cannot be continued: {output.error}")
                     if output.finish_reason is FinishReason.ERROR:
                         raise ApiError(500, f"the engine failed in choice {index}: {output.error}", headers=NEVER_RETRY)
-                    if output.finish_reason is FinishReason.CANCELED:
-                        raise ApiError(503, "the engine has canceled the request", headers=RETRY)
                 yield new
                 stream.write = write
         except TimeoutError:
