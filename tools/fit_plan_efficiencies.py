@@ -37,7 +37,7 @@ OPERATORS = {
     "norm_backward": ("RMSNorm backward",),
     "swiglu": ("SwiGLU, 1×128",),
     "swiglu_backward": ("SwiGLU backward, 1×128 and transposed",),
-    "permute": ("permute to 8 places",),
+    "permute": ("permute to 8 experts", "permute to 8 places"),
     "unpermute": ("unpermute, sums of 8",),
     "rotate": ("rotate in place",),
     "latent_keys": ("latent keys",),

@@ -375,7 +375,7 @@ MEMORY_BOUND = (  # text, names in the record
     ("RMSNorm with quantization", ("RMSNorm, 1×128", "RMSNorm, 1×128 and high precision")),
     ("SwiGLU, SwiGLU backward and RMSNorm in BF16", ("SwiGLU", "SwiGLU backward", "RMSNorm")),
     ("RMSNorm backward", ("RMSNorm backward",)),
-    ("permute to 8 experts", ("permute to 8 places",)),
+    ("permute to 8 experts", ("permute to 8 experts", "permute to 8 places")),
     ("unpermute, weighted or not", ("unpermute, sums of 8", "weighted sums of 8")),
     ("gradients of weighted sums", ("weighted sums of 8, backward",)),
     ("rotary embedding in place", ("rotate in place",)),

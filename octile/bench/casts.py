@@ -81,7 +81,7 @@ GATE_GEMMS = {"gate": 3, "gate backward": 9}  # GEMMs of BF16 terms
 BETWEEN_GEMMS = {  # operators of a layer
     "quantize 1×128", "1×128 and transposed", "requantize 1×128, transposed", "128×128 and transposed", "SwiGLU, 1×128",
     "SwiGLU, 1×128, inputs saved", "SwiGLU backward, 1×128 and transposed", "RMSNorm, 1×128",
-    "RMSNorm, 1×128 and high precision", "RMSNorm backward", "permute to 8 places", "unpermute, sums of 8", "SwiGLU",
+    "RMSNorm, 1×128 and high precision", "RMSNorm backward", "permute to 8 experts", "unpermute, sums of 8", "SwiGLU",
     "SwiGLU backward", "RMSNorm", "weighted sums of 8", "weighted sums of 8, backward",
 }  # fmt: skip
 NARROW_COLUMNS = (128, 256, 512, 1024)
@@ -244,7 +244,7 @@ def _cases(m: int, k: int, device: str, dtype: torch.dtype) -> list[Operator]:
         Operator("SwiGLU", swiglu, (gate, up), goals.HIGH_PRECISION),
         Operator("SwiGLU backward", swiglu_backward, (dh, gate, up), goals.HIGH_PRECISION),
         Operator("RMSNorm", lambda x, w: rms_norm(x, w, 1e-6), (x, weight), goals.HIGH_PRECISION),
-        Operator(f"permute to {CHOSEN} places", permute, (*tokens, row_ids, order), goals.MOVES),
+        Operator(f"permute to {CHOSEN} experts", permute, (*tokens, row_ids, order), goals.MOVES),
         Operator(f"unpermute, sums of {CHOSEN}", unpermute, (x, row_ids), goals.MOVES),
         Operator(
             f"weighted sums of {CHOSEN}",

@@ -37,7 +37,7 @@ class SortedRows(NamedTuple):
 
     Attributes:
         rows: [R, D], in 1×128 tiles or in high precision; those after the last expert's are not written.
-        weights: float32 [R], of the experts of the rows' tokens, likewise.
+        weights: float32 [R], the weight that each row's token gives its expert; not written where the rows are not.
         offs: int32 [G], where the rows of each expert end.
         entries: int32 [R], the rank, the token and the expert of each row, as one number.
         n_tokens: T, how many tokens this rank has dispatched.

@@ -4,7 +4,7 @@ Each of W ranks has its own tokens and E/W consecutive experts.
 
                 send                                        send back
     forward     rows, or FP8 data with their scales         each expert's result, BF16 under autocast or a recipe
-    backward    gradients of the sums, likewise             gradients of the rows
+    backward    gradients of the sums, in the same formats  gradients of the rows
 
 **Rows are sent once.** A row that several experts of a rank need is sent to it once and copied there.
 
@@ -99,7 +99,7 @@ class ExpertDispatcher(LocalDispatcher):
         expert = torch.arange(local, dtype=torch.int32, device=experts_TK.device)
         offs_E = torch.searchsorted(expert_R[order_R], expert, right=True, out_int32=True)
         handle = _Handle(tuple(hops), inverse(order_R))
-        return RoutingPlan(hops[0].place_X.view(experts_TK.shape), entry_R[order_R].to(torch.int32), offs_E, handle)
+        return RoutingPlan(hops[0].index_X.view(experts_TK.shape), entry_R[order_R].to(torch.int32), offs_E, handle)
 
     def combine_backward(
         self, dx_TD: Tensor, y_RD: Tensor, weights_TK: Tensor, plan: RoutingPlan
@@ -141,7 +141,7 @@ class ExpertDispatcher(LocalDispatcher):
         y_RD = y_RD.index_select(0, plan.handle.result_R)
         first, *hops = plan.handle.hops
         for hop in reversed(hops):
-            y_RD = exchange(y_RD, hop.results_in, hop.results_out, hop.group).index_select(0, hop.place_X)
+            y_RD = exchange(y_RD, hop.results_in, hop.results_out, hop.group).index_select(0, hop.index_X)
         return begin_exchange(y_RD, first.results_in, first.results_out, first.group)
 
     def dispatch_quantized(self, x_ND: ScaledTensor, plan: RoutingPlan) -> ScaledTensor:
@@ -215,7 +215,7 @@ class Hop(NamedTuple):
         row_S: int32, the rows that are sent, sorted by destination.
         rows_out, rows_in: how many rows go to each rank, and come from it.
         results_out, results_in: how many results these rows have; they go the other way.
-        place_X: int32; results come back sorted by destination, and result x, sorted by row, is the place_X[x]-th.
+        index_X: int32; results come back sorted by destination, and result x, sorted by row, is the index_X[x]-th.
     """
 
     group: dist.ProcessGroup
@@ -224,7 +224,7 @@ class Hop(NamedTuple):
     rows_in: list[int]
     results_out: list[int]
     results_in: list[int]
-    place_X: Tensor
+    index_X: Tensor
 
 
 class _Handle(NamedTuple):
@@ -259,15 +259,15 @@ def plan_hop(rows_MC: Tensor, per_destination: int, group: dist.ProcessGroup) ->
     experts_SK = experts_MK[row_S] - (rank_S * per_destination)[:, None].to(torch.int32)
     described_SC = torch.cat([experts_SK.masked_fill(~is_rank_SK, -1), rows_MC[row_S, -1:]], dim=1)
     rank_X = rank_MK.flatten()[(experts_MK.flatten() >= 0).nonzero().squeeze(1)]
-    place_X = inverse(rank_X.argsort(stable=True))
-    hop = Hop(group, row_S.to(torch.int32), rows_out, rows_in, results_out, results_in, place_X)
+    index_X = inverse(rank_X.argsort(stable=True))
+    hop = Hop(group, row_S.to(torch.int32), rows_out, rows_in, results_out, results_in, index_X)
     return hop, exchange(described_SC, rows_out, rows_in, group)
 
 
 def groups_of(ranks: Ranks) -> list[dist.ProcessGroup]:
     """Return the group of each hop: across nodes, if there are several, and inside a node."""
     if not dist.is_initialized():
-        raise RuntimeError("torch.distributed must be initialized before experts are spread over ranks")
+        raise RuntimeError("torch.distributed must be initialized before expert parallelism is used")
     if isinstance(ranks, DeviceMesh):
         groups = [ranks.get_group(dimension) for dimension in range(ranks.ndim)]
     else:

@@ -77,8 +77,8 @@ def choose_dispatcher(
 class Transport(Protocol):
     """What sends rows across nodes, between the ranks of the same index.
 
-    A hop that `plan` returns has `place_X`, int32: a token's results come back sorted by node, and result x, sorted by
-    token, is the place_X[x]-th.
+    A hop that `plan` returns has `index_X`, int32: a token's results come back sorted by node, and result x, sorted by
+    token, is the index_X[x]-th.
     """
 
     waits_for_device: bool
@@ -121,8 +121,8 @@ class _CollectiveHop(NamedTuple):
     result_X: Tensor
 
     @property
-    def place_X(self) -> Tensor:
-        return self.hop.place_X
+    def index_X(self) -> Tensor:
+        return self.hop.index_X
 
 
 class CollectiveTransport:
@@ -197,7 +197,7 @@ class NodeDispatcher(PeerDispatcher):
         order_R = (local_NK * self.n_ranks + rank_N1).flatten().argsort(stable=True).to(torch.int32)
         local = self.n_experts // self.n_ranks
         offs_E = count_tokens(local_NK, local + 1)[0].cumsum(0).to(torch.int32)[:local]
-        return self._plan(hop.place_X.view(t, k), order_R, offs_E, Handle(experts_SK, local_NK, None, hop))
+        return self._plan(hop.index_X.view(t, k), order_R, offs_E, Handle(experts_SK, local_NK, None, hop))
 
     def total_load(self, load_E: Tensor, plan: RoutingPlan) -> Tensor:
         """Return the number of tokens that all ranks send to each expert, of all E experts."""

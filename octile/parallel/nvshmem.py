@@ -211,7 +211,7 @@ class NvshmemHop(NamedTuple):
         rows_G: int64, how many rows go to each node.
         result_X: int32, which of the S · K results go back, sorted by node; others follow.
         results_G: int64, how many results go back to each node.
-        place_X: int32, as of `octile.parallel.nodes.Transport`.
+        index_X: int32, defined by `octile.parallel.nodes.Transport`.
         n_chosen: K.
     """
 
@@ -219,7 +219,7 @@ class NvshmemHop(NamedTuple):
     rows_G: Tensor
     result_X: Tensor
     results_G: Tensor
-    place_X: Tensor
+    index_X: Tensor
     n_chosen: int
 
 
@@ -266,8 +266,8 @@ class NvshmemTransport:
         before_S = torch.nn.functional.pad(is_result_SK.sum(1).cumsum(0), (1, 0))
         results_G = before_S[starts_G + counts_G] - before_S[starts_G]
         result_X = _true_first(is_result_SK)[: most[1] * min(k, per_node)].to(torch.int32)
-        place_X = inverse(node_TK.flatten().argsort(stable=True))
-        return NvshmemHop(row_S.to(torch.int32), rows_G, result_X, results_G, place_X, k), rows_SC
+        index_X = inverse(node_TK.flatten().argsort(stable=True))
+        return NvshmemHop(row_S.to(torch.int32), rows_G, result_X, results_G, index_X, k), rows_SC
 
     def send(self, rows: Sequence[Tensor], hop: NvshmemHop) -> list[Tensor]:
         """Send rows; see `octile.parallel.nodes.Transport`."""
@@ -281,7 +281,7 @@ class NvshmemTransport:
         self, results: InFlight[Tensor], hop: NvshmemHop, y_RD: Tensor, overlaps: bool, lasts: bool
     ) -> InFlight[Tensor]:
         """Begin to send results back; see `octile.parallel.nodes.Transport`."""
-        y, count, memory = results.result, len(hop.place_X), self.memory  # y is read on the stream on which it comes
+        y, count, memory = results.result, len(hop.index_X), self.memory  # y is read on the stream on which it comes
         most = len(hop.result_X), self.max_tokens * hop.n_chosen
         own = y.new_empty(count, y.shape[1]) if lasts or not memory.is_dense(y) else None
         with memory.exchange(memory.n_bytes([y], *most), y.device):

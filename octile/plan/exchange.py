@@ -99,7 +99,7 @@ def busiest_rank(c: ModelConfig, ep: int, cluster: Cluster) -> float:
 def experts_at_equal_cost(c: ModelConfig, cluster: Cluster) -> tuple[float, float]:
     """How many experts a token can have at the price of one hop over the network.
 
-    While a row crosses the network to a node, NVLink passes on as many rows of the node as it is faster.
+    NVLink is r times as fast as the network: while a row crosses the network to a node, NVLink forwards r rows there.
 
     Returns:
         The experts per node, and those on all nodes of a token: 3.2 and 12.8 for DeepSeek-V3 on H800 (§3.2.2).

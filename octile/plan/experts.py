@@ -48,9 +48,9 @@ def consecutive(load_LE: Tensor, n_gpus: int) -> GpuLoads:
     """Return the loads of GPUs that have one copy of each expert, as many consecutive ones as any other GPU."""
     n_experts = load_LE.shape[1]
     gpu_E = torch.arange(n_experts) * n_gpus // n_experts
-    place_E = torch.arange(n_experts) - torch.searchsorted(gpu_E, gpu_E)
-    load_LGS = torch.zeros(len(load_LE), n_gpus, int(place_E.max()) + 1, dtype=torch.float64)
-    load_LGS[:, gpu_E, place_E] = load_LE.double()
+    slot_E = torch.arange(n_experts) - torch.searchsorted(gpu_E, gpu_E)
+    load_LGS = torch.zeros(len(load_LE), n_gpus, int(slot_E.max()) + 1, dtype=torch.float64)
+    load_LGS[:, gpu_E, slot_E] = load_LE.double()
     return GpuLoads(load_LGS.numpy(), torch.zeros_like(load_LGS, dtype=torch.bool).numpy())
 
 

@@ -90,7 +90,7 @@ def test_every_operator_is_measured(results):
         "SwiGLU",
         "SwiGLU backward",
         "RMSNorm",
-        "permute to 8 places",
+        "permute to 8 experts",
         "unpermute, sums of 8",
         "weighted sums of 8",
         "weighted sums of 8, backward",

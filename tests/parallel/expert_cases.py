@@ -41,7 +41,7 @@ E, K, D = 8, 3, 160  # D is no multiple of 128: the last scale of a row is that 
 SIZES = {"fp32": 64, "bf16": 64, "fp8": 128, "fp8_in_fp32": 128, "fp8_unfused": 192}  # I: a fused layer has whole tiles
 T = 13  # tokens of a rank where a gate chooses
 WHY_NOT_PEERS = symmetric_memory.why_not_peers  # before ranks on a CPU replace it
-WHY_NOT_NVSHMEM = nvshmem.why_not_nvshmem  # likewise
+WHY_NOT_NVSHMEM = nvshmem.why_not_nvshmem  # before they replace it
 MAX_TOKENS = 90
 ALLOCATIONS = count()
 

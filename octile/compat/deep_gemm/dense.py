@@ -63,7 +63,7 @@ fp8_gemm_nn = transposed_form(fp8_gemm_nt, "fp8_gemm_nn", "b")
 """`fp8_gemm_nt` with b, and its scale, given as [K, N]."""
 
 fp8_gemm_tn = transposed_form(fp8_gemm_nt, "fp8_gemm_tn", "ab", compiled_dims="mn")
-"""`fp8_gemm_nt` with a given as [K, M] and b as [K, N], and their scales likewise."""
+"""`fp8_gemm_nt` with a, and its scale, given as [K, M], and b, and its scale, as [K, N]."""
 
 fp8_gemm_tt = transposed_form(fp8_gemm_nt, "fp8_gemm_tt", "a", compiled_dims="mn")
 """`fp8_gemm_nt` with a, and its scale, given as [K, M]."""

@@ -24,7 +24,7 @@ def add_communication(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     - all lists are parts of one order in time, so they complete even if every send and receive blocks until its
       partner reaches it.
 
-    torch's executor derives them likewise (`_add_send_recv`), but for schedules that have each stage on one rank.
+    torch's executor derives them in the same way (`_add_send_recv`), but only where each stage is on one rank.
 
     Returns:
         The actions of each rank.

@@ -623,7 +623,7 @@ class ChatBody(Generation, Conversation):
 
     @property
     def callable_functions(self) -> dict[int, Function]:
-        """The functions that the model may call, by their places in tools."""
+        """The functions that the model may call, by their index in tools."""
         functions = {i: tool.function for i, tool in enumerate(self.tools or ())} if self.may_call else {}
         named = self._named_functions
         return {i: f for i, f in functions.items() if named is None or f.name in named}

@@ -321,7 +321,7 @@ class ChoicesAnswer(Answer):
         self._created, self._model = int(time.time()), model
         self._choices = [self.empty(i) for i in range(len(prompts) * n)]
         self._texts: list[list[str]] = [[] for _ in self._choices]  # of the whole response, joined at its end
-        self._tokens: list[list[int]] = [[] for _ in self._choices]  # likewise, if they are shown
+        self._tokens: list[list[int]] = [[] for _ in self._choices]  # of the whole response, if they are shown
         self._scores: list[tuple[TokenLogprobs, ...]] = [() for _ in self._choices]  # of its prompt
         self._versions = [WeightsVersions() for _ in self._choices]
         # whether chunks without log-probabilities or a finish reason differ in their text alone

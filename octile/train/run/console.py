@@ -68,9 +68,9 @@ class RunConsole:
             raise Stopped(f"stopped before {what}: the reader of the output has ended", SIGPIPE) from None
 
     def acknowledge_stop(self, number: int) -> None:
-        """Say what a signal does: the steps that were launched are finished first, on a CPU one, on a GPU at most 20.
+        """Say what a signal does: launched steps are finished first.
 
-        A step takes minutes where a CPU trains a large model.
+        On a CPU that is one step, which takes minutes for a large model; on a GPU it is at most 20.
         """
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         self.print(

@@ -1,8 +1,8 @@
 """How long a run takes at least on a CPU, estimated before it begins, and refused if that is too long.
 
 The estimate divides the FLOPs that the model needs by the speed of the CPU's fastest GEMM: in FP32, or in BF16 where
-the processor multiplies it. Smaller GEMMs are slower, and what lies between them, and quantization, come on top: the
-tiny preset takes ten times as long where the processor multiplies BF16. Ranks on one host share its
+the processor multiplies it. Smaller GEMMs are slower, and the operators between them, quantization too, come on top:
+a run of the tiny preset takes ten times the estimate where the processor multiplies BF16. Ranks on one host share its
 cores: rank 0 times a GEMM on its own threads, and as many ranks count as find cores for theirs.
 """
 

@@ -5,8 +5,7 @@ which DeepSeek-V3 was fine-tuned (arXiv 2412.19437 §5.1): a cosine from 5e-6 to
 as at the end of its pre-training (§4.2).
 
 FP32 master weights are dequantized from FP8 weights. The first step quantizes them again. Since the largest magnitude
-of a block is 448 times its scale, it finds the same scale, and with it the
-same FP8 values.
+of a block is 448 times its scale, it finds the same scale, and with it the same FP8 values.
 
 Where the checkpoint announces power-of-two scales (`scale_fmt: "ue8m0"`), weights are quantized with power-of-two
 scales, so that the values are the same, too.

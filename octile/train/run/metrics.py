@@ -89,7 +89,7 @@ def read_lines(file: Path) -> list[Metrics]:
 
 
 def truncate_after(run: RunFolder, step: int) -> list[str]:
-    """Delete the measurements of later steps, which a resumed run is going to measure again: all of them after -1.
+    """Delete the measurements of the steps after `step`, which a resumed run measures again; all of them if it is -1.
 
     Damaged lines are deleted, too, such as the last line of a killed run. Returns a sentence for each file that had
     some, and for measurements that are gone or lack the last steps.

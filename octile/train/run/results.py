@@ -43,9 +43,9 @@ from octile.train.trainer import Trainer
 
 SAMPLE_TOKENS = 128
 PROMPT = "def "  # of the sample of a run on `stdlib` or `packages`, if none is given
-MORE_PROMPT = "class "  # likewise, of the command for further texts
+MORE_PROMPT = "class "  # of the command for further texts of such a run
 PROMPT_TOKENS = 8  # of a held-out text, with which the sample of a run on other texts begins
-READ_TOKENS = 4096  # of the held-out texts, in which it is looked for
+READ_TOKENS = 4096  # of the held-out texts, among which a beginning of a text is looked for
 NO_PROMPT = (
     "no held-out example has a prompt that the sample could answer: it begins a text; --prompt TEXT gives it one"
 )

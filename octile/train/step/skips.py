@@ -25,8 +25,7 @@ class Skips:
 
     Attributes:
         total: the steps without an update, because a gradient was not finite.
-        in_a_row: the last of them without one that was not skipped between them, and without those that overflowed
-            only because of the loss scale.
+        in_a_row: those since the last update; steps that overflowed because of the loss scale do not count.
     """
 
     def __init__(self, limit: int, parameters: Sequence[str], device: torch.device):
