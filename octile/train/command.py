@@ -154,7 +154,7 @@ def run(options: Options, observer: Callable[[TrainConfig], RunHook]) -> None:
     is_first = own_rank() == 0
     console = RunConsole() if is_first else RunConsole.silent()
     if options.profile and is_first:
-        from octile.train.step.profile import profiling
+        from octile.train.run.profile import profiling
 
         hook = profiling(config, hook, console)
     train(config, options.resume, console, hook)

@@ -18,8 +18,8 @@ from octile.train.data.token_store import TokenStore
 from octile.train.loop import train
 from octile.train.run.best_model import BestModel
 from octile.train.run.deterministic import deterministic
+from octile.train.run.profile import PROFILED, WARM_UP, profiling
 from octile.train.run.recorder import no_hook
-from octile.train.step.profile import PROFILED, WARM_UP, profiling
 from octile.train.trainer import Trainer
 from tests.train.conftest import MICRO, micro, silent_console
 

@@ -36,7 +36,7 @@ from octile.train.data.corpus import Corpus, Document, LeftOut, content_digest, 
 from octile.train.data.corpus_index import CorpusIndex
 from octile.train.data.spans import HeldOutSpans
 from octile.train.data.token_store import FILES, LEFT_OUT, MANIFEST, Manifest, TokenStore, TokenWriter
-from octile.train.run.source_digest import source_digest
+from octile.train.source_digest import source_digest
 from octile.validation import json_checksum
 
 PREPARED_BY = (  # the source on which the tokens of a text depend

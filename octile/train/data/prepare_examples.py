@@ -29,7 +29,7 @@ from octile.train.data.examples import Example, example_files, read_examples
 from octile.train.data.packed_tokens import FIRST, LOSS, best_fit
 from octile.train.data.prepare import Progress, check_not_inside, one_line, reuse_or_build, versions
 from octile.train.data.token_store import LEFT_OUT, PARTS, Manifest, Packed, TokenStore, TokenWriter
-from octile.train.run.source_digest import source_digest
+from octile.train.source_digest import source_digest
 from octile.validation import json_checksum
 
 PREPARED_BY = (  # the source on which the tokens of examples depend

@@ -14,8 +14,8 @@ best_model.py     weights and amax histories at the lowest held-out loss
 checkpoints.py    how checkpoints are written and found
 machine.py        what decides the bits of a run besides its configuration
 resume.py         what a resumed run takes from its folder and its checkpoint
-source_digest.py  by which ranks and resumed runs find out that they run different code
 recorder.py       what `octile train` does between its steps
+profile.py        `octile train --profile`: where the time of a step goes
 spikes.py         spikes of the loss, with the sequence that has the largest loss
 results.py        what a run leaves behind: model, sample, summary and report
 """

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from octile import __version__
-from octile.train.run.source_digest import source_digest
+from octile.train.source_digest import source_digest
 
 OCTILE = f"{__version__} (source {source_digest()})"  # as it was imported: the files may change during a run
 BITS_ADVICE = {"threads": "; OMP_NUM_THREADS sets the number of threads"}

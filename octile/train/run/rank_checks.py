@@ -11,7 +11,7 @@ from octile.parallel.ranks import Ranks, will_restart
 from octile.torchrun import count_ranks
 from octile.train.config import FILE_TEXTS, TrainConfig, flatten
 from octile.train.run.folder import RunFolder
-from octile.train.run.source_digest import source_digest
+from octile.train.source_digest import source_digest
 
 
 def check_world(config: TrainConfig) -> None:

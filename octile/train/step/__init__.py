@@ -8,6 +8,5 @@ captured.py        a step as CUDA graphs
 launched.py        the steps that are launched and not collected
 results.py         what the device writes and the host collects later
 clock.py           how long each step took on its device
-profile.py         `octile train --profile`: where the time of a step goes
 kernel_records.py  what the profiler records of a GPU
 """

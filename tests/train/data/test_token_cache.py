@@ -207,7 +207,7 @@ DECIDES_NOTHING = {  # it reads, writes or reuses tokens; `mix` decides about ch
     "train.data.packed_tokens",
     "train.data.streamed_tokens",
     "train.data.token_cache",
-    "train.run.source_digest",
+    "train.source_digest",
     "validation",
 }
 OF_EXAMPLES = {

@@ -14,7 +14,7 @@ from octile.train.compare.run import FINISHED, train_compared_run
 from octile.train.run import machine
 from octile.train.run.machine import computed_on
 from octile.train.run.resume import OTHER_ORDER, check_settings, open_run
-from octile.train.run.source_digest import source_digest
+from octile.train.source_digest import source_digest
 from tests.train.conftest import micro, silent_console
 
 CPU = torch.device("cpu")

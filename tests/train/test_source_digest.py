@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import octile
-from octile.train.run.source_digest import source_digest
+from octile.train.source_digest import source_digest
 
 
 @pytest.fixture

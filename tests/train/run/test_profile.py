@@ -9,9 +9,9 @@ import pytest
 
 from octile.train.loop import train
 from octile.train.run.folder import RunFolder
+from octile.train.run.profile import LARGEST, MAX_NAME, PROFILED, WARM_UP, _first_step, describe, profiling, table
 from octile.train.run.recorder import no_hook
 from octile.train.step.kernel_records import Communication, Cost
-from octile.train.step.profile import LARGEST, MAX_NAME, PROFILED, WARM_UP, _first_step, describe, profiling, table
 from tests.train.conftest import micro, silent_console, write_no_report
 from tests.train.test_loop import metrics
 
