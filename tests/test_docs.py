@@ -6,6 +6,7 @@ import importlib.util
 import re
 import sys
 import tarfile
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -213,6 +214,15 @@ def test_the_tour_links_every_room() -> None:
     page = (DOCS / "tour.md").read_text(encoding="utf-8")
     table = page.partition("| room |")[2].partition("\n\n")[0]
     assert {f"../octile/{room}" for room in rooms()} <= set(LINK.findall(table))
+
+
+def test_the_tour_lists_rooms_in_the_order_of_the_import_contract() -> None:
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    layers = [layer.removeprefix("octile.") for layer in reversed(contract[0]["layers"])]
+    page = (DOCS / "tour.md").read_text(encoding="utf-8")
+    rows = page.partition("| room |")[2].partition("\n\n")[0].splitlines()[2:]
+    listed = [room for row in rows for room in re.findall(r"`(\w+)(?:\.py|/)`", row.split(" | ")[0])]
+    assert listed == layers
 
 
 def test_the_picture_of_the_tour_shows_every_room() -> None:
