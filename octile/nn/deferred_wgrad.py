@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from octile.nn.double_backward import first_derivative_only
 from octile.nn.gathered_weight import GatheredWeight
 from octile.nn.main_grad import MainGrads, main_grads_of
+from octile.nn.weight_cache import record_gradients
 
 Wgrads = Callable[[], Sequence[Tensor | None]]
 
@@ -47,6 +48,7 @@ class DeferredWgrads:
         """Compute the weight gradients, and add them to `.grad` or `main_grad`; their operands are freed."""
         found: dict[int, tuple[Tensor, Tensor]] = {}  # a backward pass adds up what one weight gets from several uses
         pending, self._pending = self._pending[::-1], []
+        all_weights = {id(weight): weight for weights, _ in pending for weight in weights}
         while pending:
             weights, compute = pending.pop()
             for weight, dw in zip(weights, compute(), strict=True):
@@ -56,13 +58,14 @@ class DeferredWgrads:
             del compute  # and the operands with it
         while found:
             _add_to_grad(*found.popitem()[1])
+        record_gradients([*all_weights.values()])
 
 
 def _add_to_grad(weight: Tensor, dw: Tensor) -> None:
     """Add dw to `.grad` as autograd does, which would copy the first gradient, since the caller has it, too."""
     dw = dw.to(weight.dtype)
     is_as_grad = dw.stride() == weight.stride() and dw.dtype == weight.grad_dtype
-    if weight.grad is None and is_as_grad and _can_wait(weight):
+    if weight.grad is None and is_as_grad and not _has_hooks(weight):
         weight.grad = dw
     else:
         torch.autograd.backward([weight], [dw])
@@ -86,21 +89,21 @@ def defer_wgrads() -> Iterator[DeferredWgrads]:
 
 
 def parameters_of(weights: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the weights if their gradients can be deferred, for `run_or_defer`; otherwise an empty sequence."""
+    """Return the weights, for `run_or_defer`, if all are leaves that autograd knows; otherwise an empty sequence."""
     if torch.compiler.is_compiling():
         return ()
-    return weights if all(map(_can_wait, weights)) else ()
+    return weights if all(w.is_leaf and not isinstance(w, GatheredWeight) for w in weights) else ()
 
 
-def _can_wait(weight: Tensor) -> bool:
-    has_hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks  # they would be called without a gradient
-    return weight.is_leaf and not has_hooks and not isinstance(weight, GatheredWeight)
+def _has_hooks(weight: Tensor) -> bool:
+    """Whether a weight has hooks, which would be called without a gradient if it was deferred."""
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
 def run_or_defer(
     parameters: Sequence[Tensor], main_grads: MainGrads, compute: Callable[[MainGrads], Sequence[Tensor | None]]
 ) -> Sequence[Tensor | None]:
-    """Return the weight gradients, or None for each inside `defer_wgrads`.
+    """Return the weight gradients, or None for each inside `defer_wgrads`, which weights with hooks ignore.
 
     They are added to the `main_grad` that a weight has when its gradient is computed. In a pipeline the forward pass
     often precedes the first gradient, to which later ones are added in place.
@@ -115,7 +118,8 @@ def run_or_defer(
     Raises:
         TypeError, ValueError: as `check_main_grad`, of a main_grad that a weight got after the forward pass.
     """
-    if _deferred is None or not parameters:
+    if _deferred is None or not parameters or any(map(_has_hooks, parameters)):
+        record_gradients(parameters)
         return compute(current_main_grads(parameters, main_grads))
     _deferred._pending.append((parameters, lambda: compute(current_main_grads(parameters, main_grads))))
     return [None for _ in parameters]

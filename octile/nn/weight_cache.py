@@ -5,16 +5,28 @@ counts its in-place writes (`_version`), but torch's fused optimizers write with
 every write through `.data`: hand-written training loops, averages that are swapped in.  Therefore it is cached
 
     in training, for a weight that a `torch.optim.Optimizer` has stepped before: until its next step, so that all
-    micro-batches, and fprop and dgrad of each, share it
+    micro-batches, and fprop and dgrad of each, share it, or until its gradient is removed or written
     inside `frozen_weights(model)`: until its end
     in training, for a parameter with `requires_grad=False` whose layer passes a gradient on, as LoRA has them below its
         adapters: until it is written, until its layer moves within a model, or until the module around it
         merges its adapters into it or takes them out again (peft's `merge` and `unmerge`)
 
-and quantized in each forward pass otherwise, also without gradients: somebody may have written through `.data`.  A
-write through `.data` between the forward passes of one step, or of a parameter with `requires_grad=False` between two
-steps, is not noticed; autograd does not notice it either. Parameters that FSDP2 gathers are written without counting
-and freed after their layer, so none is cached for `requires_grad=False` while a module of the process is sharded.
+and quantized in each forward pass otherwise, also without gradients: somebody may have written through `.data`.
+
+A training loop written by hand may write through `.data` what a torch optimizer has stepped before. The gradient
+distinguishes it from micro-batches: these add to the gradient that the last backward pass left, while the loop removes
+it, sets it to zero or replaces it. Autograd counts the writes to a gradient, so this takes no look at the weight, and
+no wait for a GPU.
+
+A write through `.data`, or to the memory as by numpy, is not noticed
+
+    between two forward passes of one step without a backward pass between them
+    where the gradient stays as the backward pass left it, before the next step
+    of a parameter with `requires_grad=False`, in training
+
+Autograd does not notice it either. Entering or leaving `frozen_weights` makes it seen. Parameters that FSDP2 gathers
+are written without counting and freed after their layer, so none is cached for `requires_grad=False` while a module of
+the process is sharded.
 
 Nothing here refers to a parameter itself, not even weakly: `torch.utils.swap_tensors`, which `Module.to` may use,
 refuses a tensor with weak references. What is known about a weight is stored by its memory (`torch.UntypedStorage`).
@@ -52,8 +64,10 @@ class _Entry(NamedTuple):
 
 _cache: WeakIdKeyDictionary = WeakIdKeyDictionary()  # storage → {id of a parameter in it: its entry}
 _stepped: WeakIdKeyDictionary = WeakIdKeyDictionary()  # storages of parameters that a torch optimizer writes
+_gradients: dict[int, Hashable] = {}  # id of a cached weight → its gradient after a backward pass, see `_gradient`
 _merging: set[type] = set()  # classes whose `merge` and `unmerge` drop what they write
 _frozen = Counter[int]()  # id of a parameter → how many frozen_weights, which hold the parameter, it is inside
+_NO_GRADIENT = (0, 0)
 _in_capture = False  # whether quantized_once_in_capture is entered
 
 
@@ -72,7 +86,8 @@ _requests: list[WeightRequest] | None = None  # those of recorded_requests
 def frozen_weights(model: nn.Module) -> Iterator[None]:
     """Promise that nobody writes the model's weights inside, so that they are quantized once and not in every call.
 
-    For evaluation and generation; a training step needs no such promise.
+    For evaluation and generation; a training step needs no such promise. What was quantized before is not used inside,
+    nor what was quantized inside after it.
     """
     weights = list(model.parameters())
     for weight in weights:
@@ -149,18 +164,49 @@ def quantized_weights(
     key = (operand_format, transposed, *(_content(weight) for weight in weights))
     found = [entries.get(id(weight)) for weight, entries in zip(weights, caches, strict=True)]
     entry = found[0]
-    if entry is None or entry.key != key or any(other is not entry for other in found):
+    if entry is None or entry.key != key or any(other is not entry for other in found) or _is_gradient_new(weights):
         if _requests is not None:
             _requests.append(WeightRequest(tuple(weights), operand_format, transposed))
         with torch.inference_mode(False):  # a later training step may read it
             entry = _Entry(key, quantize([weight.detach() for weight in weights], operand_format), requires_grad)
         for weight, entries in zip(weights, caches, strict=True):
             entries[id(weight)] = entry
+            _gradients[id(weight)] = None  # there was no backward pass
     return entry.quantized
 
 
 def _content(weight: Tensor) -> Hashable:
     return weight.storage_offset(), weight._version, weight.dtype, weight.requires_grad
+
+
+def _gradient(weight: Tensor) -> Hashable:
+    """Return what changes when the gradient of a weight is replaced or written; _NO_GRADIENT if it has none."""
+    gradient = getattr(weight, "main_grad", None)
+    gradient = weight.grad if gradient is None else gradient
+    return _NO_GRADIENT if gradient is None or gradient.is_inference() else (id(gradient), gradient._version)
+
+
+def _is_gradient_new(weights: Sequence[Tensor]) -> bool:
+    """Whether the gradient of a weight is not as a backward pass left it; never inside a backward pass or a capture."""
+    if _in_capture or torch._C._current_graph_task_id() >= 0:  # where a checkpoint runs a layer again
+        return False
+    recorded = [(weight, _gradients.get(id(weight))) for weight in weights]
+    return any(g is not None and (g == _NO_GRADIENT or g != _gradient(weight)) for weight, g in recorded)
+
+
+def record_gradients(weights: Sequence[Tensor]) -> None:
+    """Record the gradients of cached weights, as the backward pass that adds to them now leaves them."""
+    for weight in weights:
+        if id(weight) not in _gradients:
+            continue
+        if torch._C._current_graph_task_id() >= 0:  # autograd adds to `.grad` after the layer's backward pass
+            torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_record_gradient, weight))
+        else:
+            _record_gradient(weight)
+
+
+def _record_gradient(weight: Tensor) -> None:
+    _gradients[id(weight)] = _gradient(weight)
 
 
 def can_cache(weight: Tensor, operand_format: OperandFormat, needs_dgrad: bool = False) -> bool:
@@ -194,6 +240,7 @@ def _forget(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if (storage := _storage(parameter)) is not None:
             _stepped[storage] = True
             _cache.pop(storage, None)  # of every parameter in it
+    _gradients.clear()  # no entry of a weight with a gradient stays
     for entries in list(_cache.values()):
         for weight, entry in list(entries.items()):
             if entry.requires_grad or weight in stepped:  # a wrapper may train another tensor in the weight's place

@@ -3,12 +3,15 @@
 import copy
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from octile.nn import Linear, convert, frozen_weights, functional
+from octile.nn.deferred_wgrad import defer_wgrads
 from octile.nn.fused import quantize as fused_quantize
 from octile.nn.mlp import MLP
 from octile.nn.weight_cache import can_cache, quantized_once_in_capture, quantized_weight, recorded_requests
@@ -351,6 +354,88 @@ def test_a_training_loop_written_by_hand_learns():
     before.square().sum().backward()
     layer.weight.data.add_(layer.weight.grad, alpha=-0.01)
     assert layer(x).square().sum() < before.square().sum()
+
+
+def set_to_none(weight: Tensor) -> None:
+    weight.grad = None
+
+
+def set_to_zero(weight: Tensor) -> None:
+    weight.grad.zero_()
+
+
+def replace(weight: Tensor) -> None:
+    weight.grad = torch.zeros_like(weight)
+
+
+@pytest.mark.parametrize("reset", [set_to_none, set_to_zero, replace])
+@pytest.mark.parametrize("has_hook", [False, True], ids=["", "hook"])
+def test_a_training_loop_written_by_hand_is_seen_after_an_optimizer_stepped(reset, has_hook):
+    layer, x = Linear(64, 128, bias=False), torch.randn(3, 64)
+    step(layer.weight)
+    if has_hook:
+        layer.weight.register_hook(lambda gradient: gradient)
+    for _ in range(2):
+        y = layer(x)
+        assert torch.equal(y, functional.linear(x, layer.weight.detach().clone(), None, layer.recipe))
+        y.square().sum().backward()
+        layer.weight.data.add_(layer.weight.grad, alpha=-0.01)
+        reset(layer.weight)
+
+
+def test_a_training_loop_written_by_hand_over_main_grad_is_seen_after_an_optimizer_stepped():
+    layer, x = Linear(64, 128, bias=False), torch.randn(3, 64)
+    layer.weight.main_grad = torch.zeros(128, 64)
+    step(layer.weight)
+    for _ in range(2):
+        y = layer(x)
+        assert torch.equal(y, functional.linear(x, layer.weight.detach().clone(), None, layer.recipe))
+        y.square().sum().backward()
+        layer.weight.data.add_(layer.weight.main_grad, alpha=-0.01)
+        layer.weight.main_grad.zero_()
+
+
+@pytest.mark.parametrize("has_main_grad", [False, True], ids=["grad", "main_grad"])
+@pytest.mark.parametrize("run", [nullcontext, defer_wgrads])
+def test_micro_batches_quantize_a_weight_once(quantized, has_main_grad, run):
+    """Their forward and backward passes alternate, as those of a pipeline after its first ones do."""
+    layer = Linear(64, 128)
+    if has_main_grad:
+        layer.weight.main_grad = torch.zeros(128, 64)
+    step(layer.weight)
+    waiting = [layer(torch.randn(3, 64)).square().sum() for _ in range(2)]
+    for _ in range(3):
+        with run() as wgrads:
+            waiting.pop(0).backward()
+        waiting.append(layer(torch.randn(3, 64)).square().sum())
+        if wgrads is not None:
+            wgrads.compute()
+    assert quantized == [(128, 64)]
+
+
+def test_checkpointed_layers_of_one_weight_quantize_it_once_in_all_micro_batches(quantized):
+    layer = Linear(128, 128)
+    layer.weight.main_grad = torch.zeros(128, 128)
+    step(layer.weight)
+    for _ in range(2):
+        x = torch.randn(3, 128, requires_grad=True)
+        for _ in range(2):
+            x = checkpoint(layer, x, use_reentrant=False)
+        x.square().sum().backward()
+    assert quantized == [(128, 128)]
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.enable_grad])
+def test_a_write_through_data_between_two_forward_passes_is_seen_after_frozen_weights(context):
+    """What docs/compatibility.md says to do where a step's forward passes have no backward pass between them."""
+    layer, x = Linear(64, 128, bias=False), torch.randn(3, 64)
+    step(layer.weight)
+    before = layer(x)
+    layer.weight.data.mul_(2)
+    with frozen_weights(layer):
+        pass
+    with context():
+        assert torch.equal(layer(x), 2 * before)
 
 
 def test_a_fused_optimizer_that_writes_without_counting_invalidates_too(weight, counter):
