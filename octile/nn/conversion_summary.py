@@ -7,7 +7,7 @@ Each of the three has as many operations. Attention's scores depend on the lengt
 import logging
 import sys
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 
@@ -116,9 +116,17 @@ def _gemms(module: nn.Module, parent: nn.Module | None, name: str, uses: float) 
 
 
 def recipe_of(module: nn.Module) -> Recipe | None:
-    """Return the recipe of a layer or of stacked experts; that of transformers' experts is held by a submodule."""
-    holders = (module, *module.children()) if _stacked_experts(module) else (module,)
-    return next((m.recipe for m in holders if isinstance(m, RecipeHolder)), None)
+    """Return the recipe of a layer or of stacked experts; None: it has none."""
+    holder = _recipe_holder(module)
+    return None if holder is None else holder.recipe
+
+
+def _recipe_holder(module: nn.Module) -> RecipeHolder[Any] | None:
+    """Return what holds a module's recipe: itself or, for transformers' experts, a submodule without parameters."""
+    if isinstance(module, RecipeHolder):
+        return module
+    children = (child for child in module.children() if isinstance(child, RecipeHolder))
+    return next((child for child in children if not any(True for _ in child.parameters())), None)
 
 
 def gemm_weights(module: nn.Module) -> list[Tensor]:
@@ -134,7 +142,9 @@ def _stacked_experts(module: nn.Module) -> int:
     """Return the number of experts in a module's own stacked weights [E, N, K], 0 if it has none."""
     if isinstance(module, nn.Conv1d | nn.ConvTranspose1d | nn.Bilinear):
         return 0
-    return max([len(p) for p in module.parameters(recurse=False) if p.dim() == 3], default=0)
+    experts = max([len(p) for p in module.parameters(recurse=False) if p.dim() == 3], default=0)
+    is_embedding = experts == 1 and _recipe_holder(module) is None  # of positions, which no GEMM reads
+    return 0 if is_embedding else experts
 
 
 def _chosen_experts(module: nn.Module, parent: nn.Module | None, experts: int) -> int:

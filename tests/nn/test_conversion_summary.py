@@ -53,6 +53,23 @@ def test_the_text_ends_with_the_shares_and_with_what_is_recomputed():
     assert apply_recipe(Model()).conversion_summary.endswith(f"{shares}; transposed weights: recomputed")
 
 
+class LayerAndParameter(nn.Module):
+    """A linear layer of 8 · 8 beside another parameter."""
+
+    def __init__(self, *shape: int):
+        super().__init__()
+        self.proj = nn.Linear(8, 8, bias=False)
+        self.other = nn.Parameter(torch.zeros(shape))
+
+
+def test_stacked_weights_beside_a_converted_layer_are_not_quantized():
+    assert shares(LayerAndParameter(3, 8, 8)) == (0.25, 0.25)
+
+
+def test_an_embedding_of_positions_beside_a_converted_layer_is_neither_quantized_nor_a_gemm():
+    assert shares(LayerAndParameter(1, 24, 8)) == (0.25, 1.0)
+
+
 @pytest.mark.parametrize("name", ["bf16", "float32"])
 def test_a_recipe_in_high_precision_quantizes_nothing(name):
     summary = apply_recipe(Model(), Recipe.named(name)).conversion_summary
