@@ -3,7 +3,10 @@
 transformers 5 stacks the experts of a layer in two parameters, gate_up_proj [E, 2I, D] and down_proj [E, D, I], or
 transposed, as in gpt-oss, and looks up in `ALL_EXPERTS_FUNCTIONS` the function that computes them. `octile.convert`
 registers `experts_forward` there under the name "octile" and sets it in the model's configuration. Classes, parameters
-and checkpoints stay what they are, and `model.set_experts_implementation` sets another function.
+and checkpoints stay what they are, and `model.set_experts_implementation` sets another function, which is reported.
+
+Models that were made from one configuration object share its setting. One that is not converted has its experts
+computed as before, and a setting for one is for all: give each its own copy of the configuration.
 
 Llama-4's experts are not in the registry: all of them compute all tokens, multiplied by scores that are 0 for those
 not chosen. They get a subclass of their class, of the same name, with another forward pass.
@@ -19,6 +22,8 @@ Source: `transformers.integrations.moe`. Shapes: T tokens, D model, E experts, K
 from __future__ import annotations
 
 import functools
+import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -43,7 +48,10 @@ from octile.recipe import Recipe
 
 LLAMA4 = ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts")  # the module of a class, and its name
 QUANTIZED = "stacked experts that are quantized already"
+DEFAULT: str | None = "grouped_mm"  # the function that transformers' models have if nothing is said
 NAME = "octile"  # of the function in transformers' registry, and of the submodule that holds its recipe
+
+_implementations: dict[int, str | None] = {}  # id of a configuration → the name that it had before `NAME`
 
 
 class ExpertsRecipe(nn.Module, RecipeHolder[Recipe | None]):
@@ -55,10 +63,10 @@ class ExpertsRecipe(nn.Module, RecipeHolder[Recipe | None]):
         implementation: the name in transformers' registry of the function that computed them before.
     """
 
-    def __init__(self, has_swiglu: bool, implementation: str | None):
+    def __init__(self, has_swiglu: bool):
         super().__init__()
         self.recipe = None
-        self.has_swiglu, self.implementation = has_swiglu, implementation
+        self.has_swiglu, self.implementation = has_swiglu, DEFAULT
         self.gate_up_history: AmaxHistory | None = None
         self.down_history: AmaxHistory | None = None
 
@@ -96,12 +104,18 @@ class StackedExperts:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
-        experts = self.experts
+        experts, config = self.experts, self.experts.config
         if NAME not in experts._modules:
-            implementation = experts.config._experts_implementation
-            experts.add_module(NAME, ExpertsRecipe(is_swiglu(experts._apply_gate), implementation))
+            experts.add_module(NAME, ExpertsRecipe(is_swiglu(experts._apply_gate)))
+            experts.register_forward_pre_hook(_report_another_function)
+        if config._experts_implementation != NAME:
+            if id(config) not in _implementations:
+                weakref.finalize(config, _implementations.pop, id(config))
+            _implementations[id(config)] = config._experts_implementation
+        holder = experts._modules[NAME]
+        holder.implementation = _implementations.get(id(config), holder.implementation)
         _set_recipe(experts, recipe)
-        experts.config._experts_implementation = NAME
+        config._experts_implementation = NAME
 
 
 class Llama4Experts:
@@ -117,7 +131,7 @@ class Llama4Experts:
         """Have octile compute the experts by this recipe, and clear the amax history of delayed scaling."""
         experts = self.experts
         if NAME not in experts._modules:
-            experts.add_module(NAME, ExpertsRecipe(is_swiglu(partial(_llama4_gate, experts)), None))
+            experts.add_module(NAME, ExpertsRecipe(is_swiglu(partial(_llama4_gate, experts))))
             cls: Any = type(experts)
             experts.__class__ = _llama4_class(cls)
         _set_recipe(experts, recipe)
@@ -228,12 +242,25 @@ def _biased(activation: Callable[[Tensor], Tensor], bias_EN: Tensor, expert_R: T
     return lambda x_RN: activation(x_RN + bias_EN[expert_R].to(x_RN.dtype))
 
 
-def _former(experts: nn.Module, holder: ExpertsRecipe | None) -> Callable[..., Tensor]:
+def _report_another_function(experts: Any, args: Any) -> None:
+    """Warn where another function computes converted experts: `conversion_summary` counts them in the recipe."""
+    implementation = experts.config._experts_implementation
+    if implementation != NAME:
+        warnings.warn(
+            f"converted {type(experts).__name__} are computed by transformers' {implementation!r} instead of their "
+            f"recipe, since set_experts_implementation was called: model.set_experts_implementation({NAME!r}) has them "
+            "computed by it. Models that were made from one configuration object share this setting: copy it for each",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _former(experts: Any, holder: ExpertsRecipe | None) -> Callable[..., Tensor]:
     """Return the function that computed the experts before their configuration was set to octile's."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    name: Any = "grouped_mm" if holder is None or holder.implementation == NAME else holder.implementation
-    return ALL_EXPERTS_FUNCTIONS.get_interface(name, type(experts).forward.__wrapped__)  # type: ignore[attr-defined]
+    name: Any = _implementations.get(id(experts.config), DEFAULT) if holder is None else holder.implementation
+    return ALL_EXPERTS_FUNCTIONS.get_interface(name, type(experts).forward.__wrapped__)
 
 
 def _why_unsupported(experts: Any) -> str | None:

@@ -44,7 +44,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
-from transformers.integrations.moe import use_experts_implementation
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -402,9 +402,42 @@ def test_another_experts_function_can_be_set_afterwards():
     with torch.no_grad():
         expected = layer(x_TD)
         apply_recipe(model).set_experts_implementation("eager")
-        torch.testing.assert_close(layer(x_TD), expected, rtol=0, atol=0)
+        with pytest.warns(RuntimeWarning, match=r"Qwen3MoeExperts are computed by transformers' 'eager' instead"):
+            torch.testing.assert_close(layer(x_TD), expected, rtol=0, atol=0)
         model.set_experts_implementation(NAME)
         assert not torch.equal(layer(x_TD), expected)
+
+
+@pytest.fixture
+def called(monkeypatch) -> list[nn.Module]:
+    """The modules that another experts function of transformers, "recorded", has computed."""
+    modules: list[nn.Module] = []
+
+    def record(experts: nn.Module, *args: Tensor) -> Tensor:
+        modules.append(experts)
+        return type(experts).forward.__wrapped__(experts, *args)
+
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "recorded", record)
+    return modules
+
+
+def test_a_model_that_shares_its_configuration_with_a_converted_one_is_computed_as_before(called):
+    model, x_TD = make("qwen3_moe"), torch.ones(1, 3, D)
+    model.set_experts_implementation("recorded")
+    apply_recipe(type(model)(model.config))
+    with torch.no_grad():
+        model.model.layers[0].mlp(x_TD)
+    assert called == [model.model.layers[0].mlp.experts]
+
+
+def test_experts_that_a_filter_leaves_out_are_computed_by_the_function_that_they_had(called):
+    model, x_TD = make("qwen3_moe"), torch.ones(1, 3, D)
+    model.set_experts_implementation("recorded")
+    apply_recipe(model, filter=lambda name, module: not name.startswith("model.layers.0."))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp(x_TD)
+    assert called == [model.model.layers[0].mlp.experts]
 
 
 def test_experts_that_a_filter_leaves_out_are_computed_as_before():
