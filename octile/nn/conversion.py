@@ -55,7 +55,8 @@ def convert(
     module that read its input, such as attention's q, k and v, quantize it once, and are one GEMM where every forward
     pass calls them (`octile.nn.joined_linear`). In eager mode RMSNorm layers and rotary embeddings of other libraries'
     models run in fused kernels, which round once (`octile.nn.eager_kernels`). A model of transformers that is compiled
-    as a whole has no mask of causal attention (`octile.integrations.transformers_masks`). The summary ("converted n of
+    as a whole has no mask of causal attention (`octile.integrations.transformers_masks`). torch's encoders leave their
+    fast path for inference, which would compute in high precision. The summary ("converted n of
     m linear layers to deepseek_v3, skipped k: why") goes to the logger `octile` if logging is set up, else to stderr.
 
     Args:
@@ -142,6 +143,7 @@ def apply_recipe(
                 replacements[module] = Linear.from_linear(module, recipe.for_layer(name))
         model = _replace(model, name, replacements[module])
     model = _fuse(model, named)
+    _avoid_fast_path(model)
     skip_causal_masks(model)
     for module in _models_with_a_head(model):
         module.adapt_to(recipe)
@@ -236,6 +238,21 @@ def _fuse(model: nn.Module, named: list[tuple[str, nn.Module]]) -> nn.Module:
         elif not _join(module) and name and len({layer.in_features for layer in layers}) < len(layers):
             share_among_children(module)
     return model
+
+
+def _avoid_fast_path(model: nn.Module) -> None:
+    """Have torch's encoders call their converted layers: its path for inference reads the layers' weights itself.
+
+    torch takes it where `activation_relu_or_gelu`, which nothing else reads, is not 0, and hands the encoder's layers
+    nested tensors for it where `use_nested_tensor` is true.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, Linear) for m in module.children()):
+            module.activation_relu_or_gelu = 0
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            layers = (layer for layer in module.layers if isinstance(layer, nn.TransformerEncoderLayer))
+            module.use_nested_tensor &= all(layer.activation_relu_or_gelu for layer in layers)
 
 
 def _join(module: nn.Module) -> bool:

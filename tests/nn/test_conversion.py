@@ -382,3 +382,24 @@ def test_an_exception_for_no_layer_is_refused():
     recipe = replace(Recipe.deepseek_v3(), exceptions=(("gate", frozenset({"wgrad"})),))  # which is not converted
     with pytest.raises(ValueError, match="has an exception for 'gate', which matches no converted layer"):
         convert(Block(), recipe)
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_encoders_of_torch_compute_converted_layers_in_inference(is_padded):
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 2, 128, batch_first=True), 1).eval()
+    x, is_padding = torch.randn(2, 4, 64), torch.tensor([[False] * 4, [False, False, True, True]])
+    mask = is_padding if is_padded else None
+    high_precision = encoder(x, src_key_padding_mask=mask)[~is_padding]
+    expected = convert(encoder)(x, src_key_padding_mask=mask)[~is_padding]  # with gradients torch calls the layers
+    with torch.no_grad():
+        found = encoder(x, src_key_padding_mask=mask)[~is_padding]
+    assert (found - expected).norm() < 0.1 * (high_precision - expected).norm()
+
+
+def test_encoders_of_torch_that_are_not_converted_stay_as_they_are():
+    layers = {name: nn.TransformerEncoderLayer(64, 2, 128, batch_first=True) for name in ("encoder", "other")}
+    model = nn.ModuleDict({name: nn.TransformerEncoder(layer, 1) for name, layer in layers.items()})
+    convert(model, keep=["other"])
+    assert not model["encoder"].use_nested_tensor
+    assert model["other"].use_nested_tensor
+    assert model["other"].layers[0].activation_relu_or_gelu
