@@ -1,8 +1,9 @@
 """`convert`: replace the linear layers of a model by FP8 layers, and report which were converted and which were not."""
 
 import sys
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from importlib import import_module
 from itertools import product
@@ -22,7 +23,7 @@ from octile.nn.linear import Linear, check_recipe, with_class
 from octile.nn.mlp import FeedForward, SwiGLU, feed_forward_class
 from octile.nn.moe import Experts
 from octile.nn.structure import called_on_one_input, is_called_in_a_row, swiglu_class
-from octile.recipe import Recipe
+from octile.recipe import OptimizerFormats, Recipe
 
 Filter = Callable[[str, nn.Module], bool]
 
@@ -59,6 +60,10 @@ def convert(
     fast path for inference, which would compute in high precision. The summary ("converted n of
     m linear layers to deepseek_v3, skipped k: why") goes to the logger `octile` if logging is set up, else to stderr.
 
+    Some recipes need more of a training loop than converted layers, which a RuntimeWarning says: delayed scaling that
+    `octile.nn.end_step` is called after each step, others a loss scale or formats of the optimizer's state
+    (docs/recipes.md#in-a-training-loop-of-your-own).
+
     Args:
         model: any module; if it is itself an `nn.Linear`, the new layer is returned.
         recipe: `Recipe.deepseek_v3()` if not given.
@@ -81,7 +86,23 @@ def convert(
     """
     model = apply_recipe(model, recipe, filter, keep)
     log_or_print(str(model.conversion_summary))
+    for need in _needs_of_training(recipe or Recipe.deepseek_v3()):
+        warnings.warn(need, RuntimeWarning, stacklevel=2)
     return model
+
+
+def _needs_of_training(recipe: Recipe) -> Iterator[str]:
+    """Yield a sentence for each thing that a recipe needs of a training loop besides converted layers."""
+    subject = f"in training, recipe {recipe.name!r} needs"
+    if recipe.has_delayed_scaling:
+        yield (
+            f"{subject} octile.nn.end_step(model) after each optimizer step, or its scales stay those of the tensors "
+            "themselves. The model's state_dict is without the amax histories, so a resumed run begins with empty ones"
+        )
+    if recipe.loss_scale is not None:
+        yield f"{subject} a loss scale, octile.optim.DynamicLossScale, which conversion does not add"
+    if recipe.optimizer != OptimizerFormats():
+        yield f"{subject} octile.optim.AdamW with formats=recipe.optimizer: another optimizer has its own formats"
 
 
 def apply_recipe(

@@ -20,7 +20,7 @@ class AmaxHistory(nn.Module):
     """The amax of a layer's operands: [3, 1 + window] float32, with this step in column 0.
 
     It is written in training mode only, so that a validation in between changes nothing. The buffer is not part of the
-    `state_dict`, so a layer's weights load into and from `nn.Linear`.
+    `state_dict`, so a layer's weights load into and from `nn.Linear`; a checkpoint of the model alone has none.
     """
 
     amax_OH: Tensor
@@ -58,12 +58,17 @@ class AmaxHistory(nn.Module):
 
 
 def amax_histories(model: nn.Module) -> dict[str, AmaxHistory]:
-    """The amax histories of a model's layers, by their modules' names; none without delayed scaling."""
+    """The amax histories of a model's layers, by their modules' names; none without delayed scaling.
+
+    They are not in the model's `state_dict`: a checkpoint stores `amax_OH` of each.
+    """
     return {name: module for name, module in model.named_modules() if isinstance(module, AmaxHistory)}
 
 
 def end_step(model: nn.Module, skip: Tensor | None = None) -> None:
     """Move delayed scales on by one step: call it after each optimizer step. Does nothing for other recipes.
+
+    Without it the histories stay empty, and scales come from the tensors themselves.
 
     Args:
         model: the model.

@@ -403,3 +403,23 @@ def test_encoders_of_torch_that_are_not_converted_stay_as_they_are():
     assert not model["encoder"].use_nested_tensor
     assert model["other"].use_nested_tensor
     assert model["other"].layers[0].activation_relu_or_gelu
+
+
+NEEDS = {
+    "delayed": ["octile.nn.end_step(model) after each optimizer step"],
+    "global_scale": ["a loss scale, octile.optim.DynamicLossScale"],
+    "fp8_lm": [
+        "octile.nn.end_step(model) after each optimizer step",
+        "octile.optim.AdamW with formats=recipe.optimizer",
+    ],
+    "deepseek_v3": [],
+}
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_a_warning_names_what_a_recipe_needs_of_a_training_loop(name, recwarn):
+    convert(nn.Linear(8, 8), Recipe.named(name))
+    found = [str(warning.message) for warning in recwarn]
+    assert len(found) == len(NEEDS[name])
+    for message, need in zip(found, NEEDS[name], strict=True):
+        assert message.startswith(f"in training, recipe {name!r} needs {need}")
