@@ -183,6 +183,8 @@ def _gradient(weight: Tensor) -> Hashable:
     """Return what changes when the gradient of a weight is replaced or written; _NO_GRADIENT if it has none."""
     gradient = getattr(weight, "main_grad", None)
     gradient = weight.grad if gradient is None else gradient
+    if gradient is None and (scaled := getattr(weight, "scaled_grad", None)) is not None:
+        gradient = scaled.data  # octile.optim stores it in FP8
     return _NO_GRADIENT if gradient is None or gradient.is_inference() else (id(gradient), gradient._version)
 
 
@@ -200,9 +202,14 @@ def record_gradients(weights: Sequence[Tensor]) -> None:
         if id(weight) not in _gradients:
             continue
         if torch._C._current_graph_task_id() >= 0:  # autograd adds to `.grad` after the layer's backward pass
-            torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_record_gradient, weight))
+            _queue(functools.partial(_queue, functools.partial(_record_gradient, weight)))  # twice: after DDP's
         else:
             _record_gradient(weight)
+
+
+def _queue(callback: Callable[[], None]) -> None:
+    """Have autograd call a function when this backward pass ends, after those that are queued by then."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def _record_gradient(weight: Tensor) -> None:

@@ -413,6 +413,34 @@ def test_micro_batches_quantize_a_weight_once(quantized, has_main_grad, run):
     assert quantized == [(128, 64)]
 
 
+def test_micro_batches_whose_gradients_are_stored_in_fp8_quantize_a_weight_once(quantized):
+    layer, recipe = Linear(64, 128), Recipe.fp8_lm()
+    optimizer = AdamW(layer.parameters(), lr=0.1, formats=recipe.optimizer)
+    optimizer.step()
+    for _ in range(3):
+        layer(torch.randn(3, 64)).square().sum().backward()
+        assert layer.weight.grad is None
+    assert quantized == [(128, 64)]
+
+
+@pytest.fixture
+def process_group():
+    """This process as a group."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_micro_batches_whose_gradients_ddp_reduces_quantize_a_weight_once(quantized, process_group):
+    """DDP writes the gradients at the end of each backward pass."""
+    layer = Linear(64, 128)
+    step(layer.weight)
+    model = nn.parallel.DistributedDataParallel(layer)
+    for _ in range(3):
+        model(torch.randn(3, 64)).square().sum().backward()
+    assert quantized == [(128, 64)]
+
+
 def test_checkpointed_layers_of_one_weight_quantize_it_once_in_all_micro_batches(quantized):
     layer = Linear(128, 128)
     layer.weight.main_grad = torch.zeros(128, 128)
