@@ -199,7 +199,7 @@ def _is_gradient_new(weights: Sequence[Tensor]) -> bool:
 def record_gradients(weights: Sequence[Tensor]) -> None:
     """Record the gradients of cached weights, as the backward pass that adds to them now leaves them."""
     for weight in weights:
-        if id(weight) not in _gradients:
+        if id(weight) not in _gradients or _in_capture:  # where nobody asks for it
             continue
         if torch._C._current_graph_task_id() >= 0:  # autograd adds to `.grad` after the layer's backward pass
             _queue(functools.partial(_queue, functools.partial(_record_gradient, weight)))  # twice: after DDP's
