@@ -17,7 +17,8 @@ Gemm = Callable[[Tensor, Tensor, Block, Tensor, Tensor, Block], Tensor]
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 PROMOTION = 128  # tokens between two promotions in the wgrad kernels, counted from token 0
 
-_gemms: list[Gemm] = []  # the innermost is last; global, since autograd's GPU thread must see it
+# The innermost is last; global, since autograd's GPU thread must see it. While it is empty, a GEMM calls nothing here.
+replacements: list[Gemm] = []
 
 
 @contextmanager
@@ -26,21 +27,21 @@ def summed_by(gemm: Gemm) -> Iterator[None]:
 
     This holds for all threads, and so also for a backward pass inside the context.
     """
-    _gemms.append(gemm)
+    replacements.append(gemm)
     try:
         yield
     finally:
-        _gemms.remove(gemm)
+        replacements.remove(gemm)
 
 
 def is_replaced() -> bool:
     """Whether a function computes the GEMMs of FP8 operands now."""
-    return bool(_gemms)
+    return bool(replacements)
 
 
 def accumulator_for(a: Tensor, b: Tensor) -> Gemm | None:
     """Return the function that replaces the GEMM of these operands; None: the reference or a kernel computes it."""
-    return _gemms[-1] if _gemms and a.dtype in FP8 and b.dtype in FP8 else None
+    return replacements[-1] if replacements and a.dtype in FP8 and b.dtype in FP8 else None
 
 
 def grouped(

@@ -15,7 +15,7 @@ from torch import Tensor
 from octile.kernels.cuda.gemm.config import Schedule
 from octile.kernels.cuda.gemm.request import GemmRequest, Operand
 from octile.ops import accumulator
-from octile.ops.accumulator import accumulator_for
+from octile.ops.accumulator import accumulator_for, replacements
 from octile.ops.matmul import Block, check_request, gemm_kernel, group_rows, in_float32, nt_float32
 from octile.ops.operator import operator
 from octile.ops.scale_layouts import refuse_unless
@@ -46,7 +46,7 @@ def grouped_matmul_nt(
 
 def _grouped(a, a_scale, a_block, b, b_scale, b_block, offs) -> Tensor:
     groups = group_rows(offs, a.shape[0])
-    if gemm := accumulator_for(a, b):
+    if replacements and (gemm := accumulator_for(a, b)):
         return accumulator.grouped(gemm, a, a_scale, a_block, b, b_scale, b_block, groups)
     a_TK = in_float32(a, a_scale, a_block)
     b_GNK = in_float32(b, b_scale, b_block)
@@ -133,7 +133,7 @@ def masked_grouped_matmul_nt(
 
 
 def _masked(a, a_scale, a_block, b, b_scale, b_block) -> Tensor:
-    if gemm := accumulator_for(a, b):
+    if replacements and (gemm := accumulator_for(a, b)):
         return accumulator.masked(gemm, a, a_scale, a_block, b, b_scale, b_block)
     return nt_float32(in_float32(a, a_scale, a_block), in_float32(b, b_scale, b_block))
 
@@ -216,7 +216,7 @@ def grouped_wgrad(
 
 def _wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs) -> Tensor:
     groups = group_rows(offs, dy.shape[0])
-    if gemm := accumulator_for(dy, x):
+    if replacements and (gemm := accumulator_for(dy, x)):
         return accumulator.wgrad(gemm, dy, dy_scale, dy_block, x, x_scale, x_block, groups)
     dy_TN = in_float32(dy, dy_scale, dy_block)
     x_TK = in_float32(x, x_scale, x_block)
