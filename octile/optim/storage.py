@@ -12,7 +12,7 @@ The subnormal numbers of a format are evenly spaced, and rounding them to neares
 times 0.9 are 2.7, which is rounded to 3 again, so that the moment never decays. `subnormals` selects their rounding.
 """
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,8 +65,20 @@ class Scaled(NamedTuple):
 
 
 def shard(tensor: Tensor) -> Tensor:
-    """The part of a DTensor that this process holds, as FSDP2 shards parameters; any other tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    """The part of a DTensor that this process holds, as FSDP2 shards parameters; any other tensor itself.
+
+    A partial DTensor, as gradients of norms are under SequenceParallel, is summed over its ranks first.
+    """
+    return _summed(tensor).to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _summed(tensor: Any) -> Any:
+    if not any(placement.is_partial() for placement in tensor.placements):
+        return tensor
+    from torch.distributed.tensor import Replicate  # late: it is slow, and only who has DTensors has imported it
+
+    placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+    return tensor.redistribute(placements=placements)
 
 
 def overwrite_(tensor: Tensor, values: Tensor, skip: Tensor | None) -> None:

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import octile
 from octile.nn import MLA, MLP, Linear
@@ -112,6 +117,20 @@ def optimizer(rank: int, folder: Path) -> None:
     for m in (alone, model):
         step = AdamW(m.parameters(), lr=1e-3)
         (m(tokens()) - 1).square().mean().backward()
+        step.step()
+    for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q, rtol=1e-5, atol=1e-5, msg=name)
+
+
+def partial_gradients(rank: int, folder: Path) -> None:
+    """The gradient of a norm that each rank computes of its tokens is a DTensor that is yet to be summed."""
+    torch.manual_seed(0)
+    alone = apply_recipe(nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 256)))
+    plan = {"0": SequenceParallel(), "1": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())}
+    model = parallelize_module(copy.deepcopy(alone), mesh(), plan)
+    for m, x in ((alone, tokens()), (model, tokens().chunk(RANKS, 1)[rank])):
+        step = AdamW(m.parameters(), lr=1e-3)
+        m(x).square().mean().backward()
         step.step()
     for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(p.full_tensor(), q, rtol=1e-5, atol=1e-5, msg=name)

@@ -7,7 +7,7 @@ from tests.worlds import Outcomes
 
 WORKS = (
     *(cases.column_and_row, cases.sequence, cases.replicated, cases.swiglu, cases.optimizer, cases.autocast),
-    *(cases.bf16_recipe, cases.refused, cases.attention_to_top_k_keys),
+    *(cases.bf16_recipe, cases.refused, cases.attention_to_top_k_keys, cases.partial_gradients),
 )
 
 
@@ -39,6 +39,10 @@ def test_sparse_attention_calls_a_sharded_layer_for_keys_and_values(outcomes: Ou
 
 def test_octiles_adamw_steps_the_shards(outcomes: Outcomes):
     outcomes.assert_passed(cases.optimizer)
+
+
+def test_octiles_adamw_sums_gradients_that_ranks_have_in_parts(outcomes: Outcomes):
+    outcomes.assert_passed(cases.partial_gradients)
 
 
 def test_partial_sums_have_the_dtype_of_autocast(outcomes: Outcomes):
