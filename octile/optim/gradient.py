@@ -8,13 +8,14 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from octile.ops.gradient_norms import gradient_norms
-from octile.optim.storage import Scaled
+from octile.optim.storage import Scaled, shard
 
 Gradient = Tensor | Scaled
 
@@ -48,8 +49,8 @@ def load(gradient: Gradient) -> Tensor:
 
 @torch.no_grad()
 def multiply_(gradients: list[Gradient], factor: Tensor | float) -> None:
-    """Multiply gradients in place by a factor; of a scaled gradient only the scale changes."""
-    tensors = [g.scale if isinstance(g, Scaled) else g for g in gradients]
+    """Multiply gradients in place by a factor; of a scaled gradient the scale, of a DTensor the part here."""
+    tensors = [g.scale if isinstance(g, Scaled) else g.to_local() if hasattr(g, "to_local") else g for g in gradients]
     if tensors:
         torch._foreach_mul_(tensors, factor)
 
@@ -117,8 +118,13 @@ def clip_grad_norm_(params: Iterable[Tensor], max_norm: float) -> Tensor:
     that the non-finite ones can be found; the caller decides whether to skip the step or to stop. The host does not
     wait for the device.
 
+    DTensors, as parameters are under FSDP2 and tensor parallelism, count as whole tensors, and all ranks of their mesh
+    get the same norm. The squares of the norms of the shards are summed over the ranks, in FP64, and each rank scales
+    its own shards. All these ranks must call the function, with the same parameters in the same order. The norm is a
+    plain tensor, not a DTensor as torch's. Parameters of other ranks, as of a pipeline's other stages, do not count.
+
     Args:
-        params: parameters of one device; those without a gradient are ignored.
+        params: parameters of one device, DTensors or not; those without a gradient are ignored.
         max_norm: above 0; with infinity the norm is only computed.
 
     Returns:
@@ -149,7 +155,8 @@ class GradientNorm(NamedTuple):
 def gradient_norm(params: Sequence[Tensor]) -> GradientNorm:
     """Compute the norm that `clip_grad_norm_` returns, and find what is not finite, in one pass over the gradients.
 
-    The host does not wait for the device. An Inf or NaN in a scaled gradient makes its scale NaN.
+    The host does not wait for the device. An Inf or NaN in a scaled gradient makes its scale NaN. Of DTensors each rank
+    gets both of the whole tensors.
 
     Args:
         params: parameters of one device; the norm of those without a gradient is 0.
@@ -183,11 +190,44 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def norms_of(params: Sequence[Tensor]) -> Tensor:
-    """The norm of each parameter's gradient, float32 [N]: NaN if, and only if, an element is not finite."""
+    """The norm of each parameter's gradient, float32 [N]: NaN if, and only if, an element is not finite.
+
+    Those of DTensors are summed over the ranks of their meshes.
+    """
     found = [gradient_of(p) for p in params]
     nothing = torch.empty(0, device=params[0].device)  # whose norm is 0
-    norms_N = gradient_norms([g if isinstance(g, Tensor) else nothing for g in found])
+    norms_N = gradient_norms([shard(g) if isinstance(g, Tensor) else nothing for g in found])
     for i, g in enumerate(found):
         if isinstance(g, Scaled):
             norms_N[i] = torch.linalg.vector_norm(g.load())
-    return norms_N
+    return _sum_over_shards(norms_N, [_sharded_dims(p if g is None else g) for p, g in zip(params, found, strict=True)])
+
+
+ShardedDims = tuple[Any, tuple[int, ...]]
+"""A DeviceMesh, and those of its dimensions whose ranks hold different shards of a tensor."""
+
+
+def _sharded_dims(tensor: Any) -> ShardedDims | None:
+    """Where the shards of a DTensor are, or None if each rank has all of a tensor."""
+    divided = [not (p.is_replicate() or p.is_partial()) for p in getattr(tensor, "placements", ())]
+    dims = tuple(i for i, is_divided in enumerate(divided) if is_divided)  # not `is_shard`: false for strided shards
+    return (tensor.device_mesh, dims) if dims else None
+
+
+def _sum_over_shards(norms_N: Tensor, dims_N: list[ShardedDims | None]) -> Tensor:
+    """Make norms of shards those of the whole tensors: one all-reduce for all tensors that are sharded alike.
+
+    The squares of FP32 norms neither overflow nor vanish in FP64.
+    """
+    kinds = dict.fromkeys(sharded for sharded in dims_N if sharded)
+    if not kinds:
+        return norms_N
+    norms = list(norms_N.unbind())  # not indexed by lists, for whose copy to a GPU the host would wait
+    for mesh, dims in kinds:
+        alike = [i for i, other in enumerate(dims_N) if other == (mesh, dims)]
+        squares = torch.stack([norms[i] for i in alike]).double().square()
+        for dim in dims:
+            dist.all_reduce(squares, group=mesh.get_group(dim))
+        for i, norm in zip(alike, squares.sqrt().float().unbind(), strict=True):
+            norms[i] = norm
+    return torch.stack(norms)

@@ -13,11 +13,13 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from octile.nn import Linear
 from octile.nn.conversion import apply_recipe
+from octile.optim import clip_grad_norm_
 from octile.parallel import use_fp8_all_gather
 from tests.models_of_transformers import ARCHITECTURES
 from tests.torchtitan_on_cpu import count_integers, sum_gradients
@@ -133,6 +135,31 @@ def llama_in_two_dimensions(rank: int, folder: Path) -> None:
         fully_shard(layer, mesh=mesh()["outer"])
     fully_shard(model, mesh=mesh()["outer"])
     check_two_dimensions(alone, model, loss_of_transformers, 1)
+
+
+LAYOUTS = (
+    *((Shard(0), Shard(1)), (Shard(0), Shard(0)), (Replicate(), Shard(1)), (Shard(0), Replicate())),
+    *((Replicate(), Replicate()), (Shard(1), Partial())),
+)
+
+
+def clipped(rank: int, folder: Path) -> None:
+    """Gradients of every layout on one mesh, of another mesh, and of none."""
+    torch.manual_seed(0)
+    whole = [torch.randn(5, 7) for _ in range(len(LAYOUTS) + 2)]
+    gradients = [distribute_tensor(g, mesh(), layout) for g, layout in zip(whole, LAYOUTS, strict=False)]
+    outer = distribute_tensor(whole[-2], mesh()["outer"], [Shard(1)])
+    params = []
+    for gradient in (*gradients, outer, whole[-1]):
+        params.append(nn.Parameter(torch.zeros_like(gradient)))
+        params[-1].grad = gradient
+    alone = [nn.Parameter(torch.zeros(5, 7)) for _ in whole]
+    for parameter, gradient in zip(alone, whole, strict=True):
+        parameter.grad = gradient.clone()  # a replicated DTensor is the tensor that it was made of
+    torch.testing.assert_close(clip_grad_norm_(params, 0.5), clip_grad_norm_(alone, 0.5), rtol=1e-6, atol=0)
+    for found, expected in zip(params, alone, strict=True):
+        gradient = found.grad.full_tensor() if isinstance(found.grad, DTensor) else found.grad
+        torch.testing.assert_close(gradient, expected.grad, rtol=1e-5, atol=0)
 
 
 def loss_of_torchtitan(model: nn.Module, tokens: Tensor) -> Tensor:

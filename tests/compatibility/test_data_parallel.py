@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -18,10 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from octile.nn import MLP, Linear, eager_kernels
 from octile.nn.conversion import apply_recipe, convert
 from octile.nn.eager_kernels import use_fused_kernels
-from octile.optim import AdamW, Muon, muon_groups
+from octile.optim import AdamW, Muon, clip_grad_norm_, muon_groups
+from octile.optim.gradient import gradient_norm
 from octile.recipe import OptimizerFormats
 from tests.compatibility.processes import (
+    RANKS,
     assert_same_training,
+    batches,
     model,
     optimizer_of,
     train,
@@ -36,8 +40,8 @@ pytestmark = pytest.mark.slow  # two ranks start for all of them
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     works = [ddp, fsdp_torch, fsdp_octile, bf16, saved_torch, saved_octile, frozen, too_late, inside, scaled, norms]
-    muons = [fsdp_muon, saved_muon, columns]
-    return Outcomes(tmp_path_factory, "data-parallel", [*works, parallelized_first, *muons])
+    further = [parallelized_first, fsdp_muon, saved_muon, columns, clipped, broken]
+    return Outcomes(tmp_path_factory, "data-parallel", [*works, *further])
 
 
 def sharded() -> nn.Module:
@@ -100,6 +104,49 @@ def bf16(rank: int, folder: Path) -> None:
 
 def test_masters_and_moments_of_bf16_parameters_are_sharded_as_they_are(outcomes: Outcomes):
     outcomes.assert_passed(bf16)
+
+
+def _gradients(module: nn.Module, rank: int | None) -> None:
+    for x in batches(1)[0] if rank is None else batches(1)[0, rank : rank + 1]:
+        ((module(x) - 1).square().mean() / (RANKS if rank is None else 1)).backward()
+
+
+def clipped(rank: int, folder: Path) -> None:
+    """Half of the rows are on each rank, but for those of the layer of one output."""
+    module, alone = sharded(), model()
+    _gradients(module, rank)
+    _gradients(alone, None)
+    found, expected = (clip_grad_norm_(m.parameters(), 0.01) for m in (module, alone))
+    assert type(found) is torch.Tensor
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)  # its gradients are summed in another order
+    assert expected > 0.1
+    gradients = torch.cat([p.grad.full_tensor().flatten() for p in module.parameters()])
+    torch.testing.assert_close(gradients.norm(), torch.tensor(0.01), rtol=1e-4, atol=0)
+    norms = [torch.empty(()) for _ in range(RANKS)]
+    dist.all_gather(norms, found)
+    assert norms[0] == norms[1]
+
+
+def test_the_norm_of_clipped_gradients_is_that_of_all_shards(outcomes: Outcomes):
+    outcomes.assert_passed(clipped)
+
+
+def broken(rank: int, folder: Path) -> None:
+    """Only the second process has the NaN."""
+    module = sharded()
+    _gradients(module, rank)
+    if rank == 1:
+        module[2].weight.grad.to_local()[0, 0] = torch.nan
+    before = [p.grad.to_local().clone() for p in module.parameters()]
+    assert clip_grad_norm_(module.parameters(), 0.01).isnan()
+    for parameter, gradient in zip(module.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter.grad.to_local(), gradient, rtol=0, atol=0, equal_nan=True)
+    names = [name for name, _ in module.named_parameters()]
+    assert gradient_norm(list(module.parameters())).last_non_finite == names.index("2.weight")
+
+
+def test_a_gradient_that_one_rank_finds_not_finite_is_not_finite_on_all(outcomes: Outcomes):
+    outcomes.assert_passed(broken)
 
 
 def _saved(rank: int, kind: str, folder: Path) -> None:

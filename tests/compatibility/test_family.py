@@ -17,7 +17,7 @@ FURTHER = (cases.torchtitan_deepseek_v3,)  # tests/integrations/test_torchtitan.
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    works = [cases.llama, cases.qwen3_moe, cases.deepseek_v3, cases.llama_in_two_dimensions]
+    works = [cases.llama, cases.qwen3_moe, cases.deepseek_v3, cases.llama_in_two_dimensions, cases.clipped]
     imports = []
     if find_spec("torchtitan") is not None:
         works += TORCHTITANS
@@ -39,6 +39,10 @@ def test_deepseek_v3(outcomes: Outcomes):
 
 def test_llama_with_fsdp2_and_tensor_parallelism(outcomes: Outcomes):
     outcomes.assert_passed(cases.llama_in_two_dimensions)
+
+
+def test_gradients_of_every_layout_are_clipped_as_in_one_process(outcomes: Outcomes):
+    outcomes.assert_passed(cases.clipped)
 
 
 @each_work(TORCHTITANS, FURTHER)
