@@ -4,7 +4,8 @@
 
 The only line of octile is `octile.convert`. It replaces the linear layers in place; parameters and their names stay the
 same. Gradient accumulation, BF16 autocast, gradient checkpointing, clipping and checkpoints therefore work as usual,
-and transformers loads what `save_model` writes without octile.
+and transformers loads what `save_model` writes without octile. A model with experts resumes if it is made of the
+checkpoint by `from_pretrained` first (docs/compatibility.md); these two have none.
 
 The model is built from a configuration and reads bytes, so nothing is downloaded. Recipes with delayed scaling also
 need a TrainerCallback that calls `octile.nn.end_step(model)` in `on_optimizer_step`.

@@ -3,7 +3,7 @@
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib import import_module
 from itertools import product
@@ -40,6 +40,8 @@ INTEGRATIONS = {
 }
 # The same of packages whose models make masks of causal attention where they are compiled: `skip_causal_masks(model)`.
 MASKS = {"transformers": "octile.integrations.transformers_masks"}
+# The same of packages whose `load_state_dict` may leave stacked experts as they are: `refuse_lost_experts(model)`.
+LOADING = {"transformers": "octile.integrations.transformers_loading"}
 
 
 def convert(
@@ -166,6 +168,8 @@ def apply_recipe(
     model = _fuse(model, named)
     _avoid_fast_path(model)
     skip_causal_masks(model)
+    for integration in _integrations(model, LOADING):
+        integration.refuse_lost_experts(model)
     for module in _models_with_a_head(model):
         module.adapt_to(recipe)
 
@@ -237,9 +241,14 @@ def _models_with_a_head(model: nn.Module) -> list[Any]:
 
 def skip_causal_masks(model: nn.Module) -> None:
     """Have a compiled model of a package in `MASKS` leave out masks of causal attention, converted or not."""
+    for integration in _integrations(model, MASKS):
+        integration.skip_causal_masks(model)
+
+
+def _integrations(model: nn.Module, names: Mapping[str, str]) -> list[Any]:
+    """Import the modules named for the packages whose classes occur in a model."""
     packages = {type(module).__module__.partition(".")[0] for module in model.modules()}
-    for package in packages & set(MASKS):
-        import_module(MASKS[package]).skip_causal_masks(model)
+    return [import_module(name) for package, name in names.items() if package in packages]
 
 
 def _fuse(model: nn.Module, named: list[tuple[str, nn.Module]]) -> nn.Module:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Trainer
 from octile.nn.conversion import apply_recipe
 from octile.nn.linear import Linear
 from octile.nn.observer import observe_quantization
+from tests.models_of_transformers import small_model
 
 TEXT = Path(argparse.__file__).read_bytes()
 EXAMPLES = [{"input_ids": list(TEXT[n : n + 48]), "labels": list(TEXT[n : n + 48])} for n in range(0, 48 * 16, 48)]
@@ -73,6 +74,23 @@ def test_a_run_that_resumes_from_the_trainers_checkpoint_ends_with_the_same_bits
     fit(resumed, tmp_path / "stopped", resume=True, **settings)
     assert same(straight, resumed)
     assert not same(stopped, resumed)
+
+
+def mixture():
+    torch.manual_seed(0)
+    return apply_recipe(small_model("qwen3_moe"))
+
+
+@pytest.mark.slow
+def test_a_mixture_that_is_made_of_the_checkpoint_resumes_with_the_same_bits(tmp_path):
+    straight = mixture()
+    fit(straight, tmp_path)
+    with pytest.raises(ValueError, match="would leave them as they are: make the model with from_pretrained"):
+        fit(mixture(), tmp_path, resume=str(tmp_path / "checkpoint-2"))
+    resumed = apply_recipe(AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2"))
+    assert not same(straight, resumed)
+    fit(resumed, tmp_path, resume=str(tmp_path / "checkpoint-2"))
+    assert same(straight, resumed)
 
 
 @pytest.mark.slow
