@@ -55,7 +55,10 @@ class JobConfig:
 
 
 class OctileConverter:
-    """Converts the model's linear layers and experts by `octile.convert`.
+    """Converts the model's linear layers and experts by `octile.convert`, and its mixtures by `fuse_moe`.
+
+    Neither is a part of the other: `fuse_moe` is not for tensor parallelism, of which `octile.convert` does not know.
+    Transposed weights are cached where each rank has whole weights.
 
     Args:
         job_config: torchtitan's configuration.

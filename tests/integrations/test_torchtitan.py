@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe import moe
 
 from octile.integrations.torchtitan import OctileConverter
-from octile.integrations.torchtitan_moe import FusedMoE
+from octile.integrations.torchtitan_moe import FusedMoE, fuse_moe
 from octile.nn import Linear
+from octile.nn.conversion import apply_recipe
+from octile.recipe import Recipe
 from tests.integrations import torchtitan_cases as cases
 from tests.torchtitan_on_cpu import MODULES, octile
 
@@ -120,3 +123,16 @@ def test_octile_moves_the_rows_of_mixtures_unless_tensor_parallelism_divides_the
         layers = nn.ModuleDict({"moe": moe.MoE(moe.MoEArgs(score_before_experts=False), 128, 128)})
     converter(**degrees).convert(layers)
     assert type(layers["moe"]) is kind
+
+
+def test_a_program_converts_a_model_as_the_converter_does():
+    """As docs/torchtitan.md has it."""
+    with torch.device("meta"):
+        theirs, ours = (
+            nn.ModuleDict({"moe": moe.MoE(moe.MoEArgs(score_before_experts=False), 128, 128)}) for _ in "ab"
+        )
+    converter().convert(theirs)
+    apply_recipe(ours, replace(Recipe.deepseek_v3(), transposed_weights="cached"))
+    fuse_moe(ours)
+    assert str(ours) == str(theirs)
+    assert ours.conversion_summary == theirs.conversion_summary
