@@ -78,7 +78,7 @@ def prepare(
     Args:
         source: "stdlib", a file, a folder or "hf:OWNER/NAME…": see `octile.train.data.corpus`. Or the URL of a token
             store that was prepared before, such as "s3://bucket/store": its tokens are streamed, not copied.
-        vocab_size: the maximum number of tokens of the tokenizer.
+        vocab_size: the maximum number of tokens of the tokenizer; at least 258 if one is trained.
         folder: the folder of the store, or of the copy of a streamed store's tokenizer; other files in it are not
             changed. What a killed process left half-built is removed.
         sequence_length: S; a window is S + 1 tokens.
@@ -99,7 +99,8 @@ def prepare(
     if val_source is not None:
         check_not_inside(val_source, folder, "val_data")
     _check_positive(sequence_length=sequence_length, held_out_windows=held_out_windows)
-    check_vocab_size(vocab_size)
+    if tokenizer is None:
+        check_vocab_size(vocab_size)
     given = None if tokenizer is None else Tokenizer.load(tokenizer)
     if given is not None and given.vocab_size > vocab_size:
         raise ValueError(f"tokenizer {str(tokenizer)!r} has {given.vocab_size} tokens, vocab_size is only {vocab_size}")

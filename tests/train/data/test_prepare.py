@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
 from octile.tokenizer import Tokenizer
 from octile.train.data import prepare as data
@@ -200,6 +201,14 @@ def test_a_given_tokenizer_is_used(source, tmp_path):
     given.save(tmp_path)
     store = build(source, tmp_path / "data", tokenizer=tmp_path / "tokenizer.json")
     assert store.tokenizer.fingerprint == given.fingerprint
+
+
+def test_a_given_tokenizer_may_have_fewer_tokens_than_there_are_bytes(source, tmp_path):
+    vocabulary = {"<|begin|>": 0, "<|end|>": 1, "\n": 2}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    Tokenizer(backend, {"bos_token": "<|begin|>", "eos_token": "<|end|>"}).save(tmp_path)
+    store = build(source, tmp_path / "data", vocab_size=3, tokenizer=tmp_path / "tokenizer.json")
+    assert store.tokenizer.vocab_size == 3
 
 
 def test_a_given_tokenizer_larger_than_the_vocabulary_is_refused(source, built, tmp_path):
