@@ -13,6 +13,9 @@ and of merged layers, and of the experts of a layer, all must be FP8 or none.  S
 `Fp8MoEMethod` and `is_layer_skipped` of vLLM, which SGLang has, too.  vLLM 0.26 no longer checks the rows of dense
 layers that it merges, but has one row of scales for 128 rows of their sum. The last layer's scales then do not fit, so
 that loading fails, or replace those of the layer before.
+
+transformers computes in FP8 with any shape. Where it dequantizes, it takes as the size of a block a side of the weight
+divided by the number of scales along it, which is 128 for multiples of 128 only.  Source: its `Fp8Dequantize`.
 """
 
 import re
@@ -59,6 +62,23 @@ def engine_warnings(weights: Shapes, fp8: Collection[str], config: Mapping[str, 
     text = config.get("text_config")  # of a model that reads images, too: what is FP8 is the language model's
     language_model = {**config, **text} if isinstance(text, Mapping) else config
     return (*_why_refused(weights, fp8, language_model), *([loader] if loader else []))
+
+
+def dequantization_warnings(weights: Shapes, fp8: Collection[str]) -> tuple[str, ...]:
+    """Return what transformers dequantizes to other values, or refuses to: one sentence, or none.
+
+    Args:
+        weights: name → shape of all tensors of a checkpoint.
+        fp8: the names of those that are FP8.
+    """
+    for name in sorted(fp8):
+        for what, size, block in zip(("rows", "columns"), weights[name][-2:], BLOCK, strict=True):
+            if size > block and size % block:
+                return (
+                    "transformers 5.24 dequantizes this checkpoint (dequantize=True) to other values, or refuses to: "
+                    f"{_pattern(name)} has {size} {what}, no multiple of {block}; octile convert --to bf16 does it",
+                )
+    return ()
 
 
 def _why_refused(weights: Shapes, fp8: set[str], config: Mapping[str, Any]) -> tuple[str, ...]:

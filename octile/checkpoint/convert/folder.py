@@ -62,7 +62,7 @@ class ConversionReport:
         files, resumed_files: number of weight files of the result, and of those that an earlier attempt had finished.
         copied_files: the other files of the folder: tokenizer, generation configuration, code, …
         not_copied: further weight files of the folder, which were not read, such as pytorch_model.bin → their bytes.
-        warnings: why vLLM and SGLang refuse the result.
+        warnings: what vLLM, SGLang and transformers refuse of the result, or load wrongly.
     """
 
     to: Target

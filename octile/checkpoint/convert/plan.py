@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octile.checkpoint.convert.config_check import check_config
-from octile.checkpoint.convert.engines import engine_warnings
+from octile.checkpoint.convert.engines import dequantization_warnings, engine_warnings
 from octile.checkpoint.convert.tensor import Action, Target, choose_action, specs_after
 from octile.checkpoint.fp8_layout import (
     COMPRESSED_SUFFIX,
@@ -103,9 +103,10 @@ class ConversionPlan:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Why vLLM and SGLang refuse the result."""
+        """What vLLM, SGLang and transformers refuse of the result, or load wrongly."""
         fp8 = [name for name, spec in self.specs.items() if is_fp8(spec)]
-        return engine_warnings({name: spec.shape for name, spec in self.specs.items()}, fp8, self.config)
+        shapes = {name: spec.shape for name, spec in self.specs.items()}
+        return (*engine_warnings(shapes, fp8, self.config), *dequantization_warnings(shapes, fp8))
 
     @property
     def result_config(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 
 from octile.checkpoint.convert.architectures import Architecture, ModelType
 from octile.checkpoint.convert.config_check import check_config
-from octile.checkpoint.convert.engines import engine_warnings
+from octile.checkpoint.convert.engines import dequantization_warnings, engine_warnings
 from octile.checkpoint.convert.plan import announces_fp8, check_source, choose_actions
 from octile.checkpoint.convert.share import Share, share_of
 from octile.checkpoint.convert.tensor import Action, Target, specs_after
@@ -36,7 +36,7 @@ class SizePrediction:
         nbytes: bytes of all tensors including scales, `total_size` in an index; the files' headers add some 0.01%.
         share: the share of the FP8 weights. Tensors that a checkpoint repeats count twice.
         repeats: whether the checkpoint repeats the embedding and the head, for a multi-token prediction layer.
-        warnings: why vLLM and SGLang refuse the checkpoint.
+        warnings: what vLLM, SGLang and transformers refuse of the checkpoint, or load wrongly.
     """
 
     to: Target
@@ -138,6 +138,7 @@ def _prediction(
 ) -> SizePrediction:
     fp8 = [name for name, specs in stored.items() if name in specs and is_fp8(specs[name])]
     nbytes = sum(spec.nbytes for specs in stored.values() for spec in specs.values())
-    warnings = engine_warnings({name: spec.shape for name, spec in before.items()}, fp8, config)
+    shapes = {name: spec.shape for name, spec in before.items()}
+    warnings = (*engine_warnings(shapes, fp8, config), *dequantization_warnings(shapes, fp8))
     repeats = any(".layers." in name and name.endswith(".embed_tokens.weight") for name in before)
     return SizePrediction(to, nbytes, share_of(fp8, before, config), repeats, warnings)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from octile.checkpoint.convert import convert_checkpoint
 from octile.checkpoint.convert import folder as convert_module
+from octile.checkpoint.convert.size import predict_size
 from octile.checkpoint.convert.tensor import Action, convert_tensor
 from octile.checkpoint.fp8_layout import QUANTIZATION_CONFIG, dequantize_weight, quantize_weight
 from octile.checkpoint.shards import Shards
@@ -614,3 +615,10 @@ def test_a_checkpoint_without_a_linear_layer_is_refused(hf_folder, moe_config, d
 def test_what_engines_refuse_is_in_the_report(src, dst):
     report = convert_checkpoint(src, dst, "fp8")
     assert any("experts.*.gate_proj has 130 rows, no multiple of 128" in warning for warning in report.warnings)
+
+
+def test_what_transformers_does_not_dequantize_is_in_the_report_and_in_the_prediction(src, dst):
+    for warnings in (convert_checkpoint(src, dst, "fp8").warnings, predict_size(src, "fp8").warnings):
+        assert [warning.split(" (")[0] for warning in warnings if "transformers" in warning] == [
+            "transformers 5.24 dequantizes this checkpoint"
+        ]

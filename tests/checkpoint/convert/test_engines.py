@@ -1,8 +1,11 @@
-"""Warnings of what vLLM and SGLang refuse."""
+"""Warnings of what vLLM, SGLang and transformers refuse."""
 
 import pytest
+import torch
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from octile.checkpoint.convert.engines import engine_warnings
+from octile.checkpoint.convert.engines import dequantization_warnings, engine_warnings
+from octile.checkpoint.fp8_layout import dequantize_weight
 
 REFUSED = "vLLM 0.26 and SGLang 0.5.23 refuse this checkpoint: "
 SPLIT = "vLLM 0.26 and SGLang 0.5.23 refuse to split this checkpoint over "
@@ -132,3 +135,32 @@ def test_merged_layers_of_which_only_some_are_fp8_are_refused():
 
 def test_layers_that_are_not_fp8_are_not_checked():
     assert warnings(checkpoint(intermediate=10944), "gate_proj", "up_proj", "down_proj") == ()
+
+
+# What transformers dequantizes
+
+KV = "model.layers.3.self_attn.kv_a_proj_with_mqa.weight"
+SIZES = (64, 128, 192, 200, 256, 576, 640)
+
+
+def is_dequantized(rows: int, columns: int) -> bool:
+    """Whether transformers dequantizes a weight to its values."""
+    data = torch.ones(rows, columns).to(torch.float8_e4m3fn)
+    scale = torch.arange(1.0, 1 + -(-rows // 128) * -(-columns // 128)).view(-(-rows // 128), -1)
+    try:
+        found = Fp8Dequantize(None)._dequantize_one(data, scale, torch.float32)
+    except ValueError:
+        return False
+    return torch.equal(found, dequantize_weight(data, scale, torch.float32))
+
+
+@pytest.mark.parametrize("rows", SIZES)
+def test_weights_that_transformers_does_not_dequantize_are_warned_of(rows):
+    for columns in SIZES:
+        assert (dequantization_warnings({KV: (rows, columns)}, [KV]) == ()) == is_dequantized(rows, columns), columns
+
+
+def test_one_of_all_such_weights_is_named():
+    shapes = {KV.replace("3", str(layer)): (576, 7168) for layer in range(9)}
+    (warning,) = dequantization_warnings(shapes, shapes)
+    assert "model.layers.*.self_attn.kv_a_proj_with_mqa has 576 rows, no multiple of 128; octile convert" in warning
