@@ -239,9 +239,18 @@ def matmul_nt(
 def grouped_matmul_nt(
     a: ScaledTensor, b: ScaledTensor, offs: Tensor, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """Multiply a[rows of g] · b[g]ᵀ for each group g: a[T, K], b[G, N, K], offs int32 [G] (end of each group) → [T, N].
+    """Multiply a[rows of g] · b[g]ᵀ for each group g: a[T, K], b[G, N, K] → [T, N], summed in FP32.
 
     Groups need no alignment and may be empty; rows after the last group are zero. offs stays on the device.
+
+    Args:
+        a, b: as in `matmul_nt`.
+        offs: int32 [G] on a's device, nondecreasing, the end of each group of rows.
+        out_dtype: bfloat16 or float32.
+
+    Raises:
+        TypeError: a or b is not a ScaledTensor or has another format, offs is not int32, or out_dtype is another.
+        ValueError: a shape or device does not match; or, on a CPU, offs decreases or exceeds T.
     """
     return grouped_ops.grouped_matmul_nt(*_parts("a", a), *_parts("b", b), offs, out_dtype)
 
@@ -253,13 +262,20 @@ def masked_grouped_matmul_nt(
     out_dtype: torch.dtype = torch.bfloat16,
     expected_rows: int = 0,
 ) -> Tensor:
-    """Multiply the first counts[g] rows of a[g] · b[g]ᵀ: a[G, M, K], b[G, N, K], counts int32 [G] → [G, M, N].
+    """Multiply the first counts[g] rows of a[g] · b[g]ᵀ: a[G, M, K], b[G, N, K] → [G, M, N], summed in FP32.
 
     The other rows of the result are undefined.
 
     Args:
+        a, b: as in `matmul_nt`.
+        counts: int32 [G] on a's device, each from 0 to M; a GPU takes others for the nearest of these.
+        out_dtype: bfloat16 or float32.
         expected_rows: rows that a group uses on average; 0: not known. The kernel is chosen on the host, which does not
             know the counts. It affects the speed, not the result.
+
+    Raises:
+        TypeError: a or b is not a ScaledTensor or has another format, counts is not int32, or out_dtype is another.
+        ValueError: a shape or device does not match; or, on a CPU, a count is not from 0 to M.
     """
     return grouped_ops.masked_grouped_matmul_nt(*_parts("a", a), *_parts("b", b), counts, out_dtype, expected_rows)
 
@@ -302,12 +318,20 @@ def grouped_wgrad(
     """Multiply dw[g] = dy[rows of g]ᵀ · x[rows of g]: dy[T, N], x[T, K], both in blocks along T (128×1) → [G, N, K].
 
     Groups may end at any row. A block that extends over the end of a group mixes the magnitudes of two groups; with
-    `align_groups`, before quantization, none does.
+    `align_groups`, before quantization, none does. The dw of an empty group is zero.
 
     Args:
+        dy, x: E4M3, E5M2 or INT8.
+        offs: int32 [G] on x's device, nondecreasing, the end of each group of rows.
         out_dtype: float32 (default) or bfloat16; out's dtype if out is given.
         out: [G, N, K], contiguous, written in place and returned.
         accumulate: add the result to out, in FP32.
+
+    Raises:
+        TypeError: dy or x is not a ScaledTensor or has another format, offs is not int32, out is not a tensor, or its
+            dtype or out_dtype is another.
+        ValueError: a shape or device does not match, out is not contiguous, or accumulate is given without out; or, on
+            a CPU, offs decreases or exceeds T.
     """
     if out is None:
         if accumulate:

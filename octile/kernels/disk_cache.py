@@ -47,6 +47,7 @@ def fetch(name: str, identity: Sequence[str], build: Callable[[], bytes]) -> byt
 
     Raises:
         PermissionError: the folder belongs to another user, or others may write to it.
+        ImportError: filelock is not installed.
         Exception: what `build` raises; nothing is stored then.
     """
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()

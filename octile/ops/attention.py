@@ -166,9 +166,7 @@ def _check_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse:
     check_like("do", do, q, tuple(v.shape))
     check_like("o", o, q, tuple(v.shape))
     b, s, h, _ = q.shape
-    if lse.dtype != torch.float32 or lse.shape != (b, h, s):
-        raise ValueError(f"lse must be float32 {(b, h, s)}, not {lse.dtype} {tuple(lse.shape)}")
-    check_device("q", q, "lse", lse)
+    check_lse(lse, q, (b, h, s))
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> None:
@@ -181,6 +179,15 @@ def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> None:
         raise ValueError(f"k must have a key, not {tuple(k.shape)}")
     check_like("k", k, q, (b, n_keys, h, x))
     check_like("v", v, q, (b, n_keys, h, v.shape[-1]))
+
+
+def check_lse(lse: Tensor, q: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise TypeError or ValueError if lse is not float32 of this shape on q's device."""
+    if lse.dtype != torch.float32:
+        raise TypeError(f"lse must be float32, not {lse.dtype}")
+    if lse.shape != shape:
+        raise ValueError(f"lse must be float32 {shape}, not {lse.dtype} {tuple(lse.shape)}")
+    check_device("q", q, "lse", lse)
 
 
 def check_like(name: str, t: Tensor, q: Tensor, shape: tuple[int, ...]) -> None:

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from octile.ops.attention import attention, attention_backward, check_like
+from octile.ops.attention import attention, attention_backward, check_like, check_lse
 from octile.ops.operator import operator
 from octile.ops.quantize import check_device, check_input_dtype
 
@@ -113,9 +113,7 @@ def _check_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse:
     _check(q, k, v, cu_seqlens)
     check_like("do", do, q, tuple(v.shape))
     check_like("o", o, q, tuple(v.shape))
-    if lse.dtype != torch.float32 or lse.shape != (q.shape[1], len(q)):
-        raise ValueError(f"lse must be float32 {(q.shape[1], len(q))}, not {lse.dtype} {tuple(lse.shape)}")
-    check_device("q", q, "lse", lse)
+    check_lse(lse, q, (q.shape[1], len(q)))
     _check_strides({"do": do, "o": o}, {"lse": lse})
 
 

@@ -149,3 +149,10 @@ def test_a_log_sum_exp_of_another_shape_is_refused():
     o, lse = attention(*qkv, SCALE)
     with pytest.raises(ValueError, match=r"lse must be float32 \(2, 3, 7\), not torch.float32 \(2, 7, 3\)"):
         attention_backward(do, *qkv, o, lse.mT, SCALE)
+
+
+def test_a_log_sum_exp_of_another_dtype_is_refused():
+    *qkv, do = inputs()
+    o, lse = attention(*qkv, SCALE)
+    with pytest.raises(TypeError, match=r"lse must be float32, not torch\.float64"):
+        attention_backward(do, *qkv, o, lse.double(), SCALE)

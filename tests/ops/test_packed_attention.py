@@ -92,3 +92,9 @@ def test_operands_of_the_gradients_that_a_kernel_would_misread_are_refused(opera
     misread = [strided(t) if i == operand else t for i, t in enumerate(operands)]
     with pytest.raises(ValueError, match=f"{message} contiguous, not have strides"):
         operator(*misread)
+
+
+def test_a_log_sum_exp_of_another_dtype_is_refused():
+    operator, operands = backward_case()
+    with pytest.raises(TypeError, match=r"lse must be float32, not torch\.float64"):
+        operator(*operands[:5], operands[5].double(), *operands[6:])
