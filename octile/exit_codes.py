@@ -47,7 +47,8 @@ def run_and_exit(command: Callable[[], object]) -> None:
     except Exception as error:
         if os.environ.get("OCTILE_TRACEBACK"):
             raise
-        _fail(*explain(error, raised), at_once=is_gpu_failure(error))
+        fail = partial(_fail, at_once=True) if is_gpu_failure(error) else _fail
+        fail(*explain(error, raised))
 
 
 def _warn(
