@@ -23,9 +23,9 @@ from benchmarks.history.serve.http_growth import small_objects
 from octile.bench.serve.peer.random_folder import letter_tokenizer
 from octile.serve.engine.grammar import GrammarCompiler, json_schema
 from octile.tokenizer import Tokenizer
+from tests.chat.templates import with_tokens
 from tests.malloc_info import malloc_info
 from tests.serve.http.mixed_load import LETTERS
-from tests.serve.http.templates import with_tokens
 from tests.serve.http.trip import STRICT
 from tools.long_load import VOCABULARY
 

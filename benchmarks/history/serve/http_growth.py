@@ -214,8 +214,8 @@ def main() -> None:
     from octile.serve.http.process import HttpProcess
     from octile.tokenizer import Tokenizer
     from octile.train.config import MODELS
+    from tests.chat.templates import V31, with_tokens
     from tests.serve.fake_engine import FakeEngine
-    from tests.serve.http.templates import V31, with_tokens
     from tools.long_load import VOCABULARY, write_model
 
     def begin(url: str, *names: str) -> None:

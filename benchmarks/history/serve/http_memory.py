@@ -18,10 +18,10 @@ from octile.bench.serve.peer.random_folder import letter_tokenizer
 from octile.serve.engine.request import Request
 from octile.serve.http.config import Limits, Parsers
 from octile.serve.process.signals import freeze_loaded
+from tests.chat.templates import V31, with_tokens
 from tests.malloc_info import malloc_info
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.http.conftest import Served
-from tests.serve.http.templates import V31, with_tokens
 from tools.long_load import Load, drawn_requests
 
 CLIENTS, VOCABULARY, STEP_SECONDS, EVERY = 64, 8192, 0.006, 10.0
