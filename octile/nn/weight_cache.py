@@ -22,6 +22,7 @@ A write through `.data`, or to the memory as by numpy, is not noticed
 
     between two forward passes of one step without a backward pass between them
     where the gradient stays as the backward pass left it, before the next step
+    after a backward pass under compiled autograd, before the next step
     of a parameter with `requires_grad=False`, in training
 
 Autograd does not notice it either. Entering or leaving `frozen_weights` makes it seen. Parameters that FSDP2 gathers
@@ -198,6 +199,8 @@ def _is_gradient_new(weights: Sequence[Tensor]) -> bool:
 
 def record_gradients(weights: Sequence[Tensor]) -> None:
     """Record the gradients of cached weights, as the backward pass that adds to them now leaves them."""
+    if torch.compiler.is_compiling():  # compiled autograd, which may not queue, traces an eager layer's backward pass
+        return
     for weight in weights:
         if id(weight) not in _gradients or _in_capture:  # where nobody asks for it
             continue

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 
 from octile.nn import Linear, convert, frozen_weights, functional
@@ -451,6 +452,16 @@ def test_checkpointed_layers_of_one_weight_quantize_it_once_in_all_micro_batches
             x = checkpoint(layer, x, use_reentrant=False)
         x.square().sum().backward()
     assert quantized == [(128, 128)]
+
+
+def test_compiled_autograd_runs_the_backward_pass_of_a_layer_that_is_not_compiled():
+    layer, x = Linear(64, 128), torch.randn(3, 64)
+    step(layer.weight)
+    layer(x).square().sum().backward()
+    expected, layer.weight.grad = layer.weight.grad, None
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        layer(x).square().sum().backward()
+    assert torch.equal(layer.weight.grad, expected)
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.enable_grad])
