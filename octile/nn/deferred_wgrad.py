@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from octile.nn.double_backward import first_derivative_only
 from octile.nn.gathered_weight import GatheredWeight
 from octile.nn.main_grad import MainGrads, main_grads_of
-from octile.nn.weight_cache import record_gradients
+from octile.nn.weight_cache import drop_written_weights, record_gradients
 
 Wgrads = Callable[[], Sequence[Tensor | None]]
 
@@ -118,6 +118,7 @@ def run_or_defer(
     Raises:
         TypeError, ValueError: as `check_main_grad`, of a main_grad that a weight got after the forward pass.
     """
+    drop_written_weights(parameters)
     if _deferred is None or not parameters or any(map(_has_hooks, parameters)):
         record_gradients(parameters)
         return compute(current_main_grads(parameters, main_grads))

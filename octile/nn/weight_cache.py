@@ -66,6 +66,7 @@ class _Entry(NamedTuple):
 _cache: WeakIdKeyDictionary = WeakIdKeyDictionary()  # storage → {id of a parameter in it: its entry}
 _stepped: WeakIdKeyDictionary = WeakIdKeyDictionary()  # storages of parameters that a torch optimizer writes
 _gradients: dict[int, Hashable] = {}  # id of a cached weight → its gradient after a backward pass, see `_gradient`
+_checked_in: dict[int, int] = {}  # id of a cached weight → the last backward pass in `drop_written_weights`
 _merging: set[type] = set()  # classes whose `merge` and `unmerge` drop what they write
 _frozen = Counter[int]()  # id of a parameter → how many frozen_weights, which hold the parameter, it is inside
 _NO_GRADIENT = (0, 0)
@@ -172,7 +173,8 @@ def quantized_weights(
             entry = _Entry(key, quantize([weight.detach() for weight in weights], operand_format), requires_grad)
         for weight, entries in zip(weights, caches, strict=True):
             entries[id(weight)] = entry
-            _gradients[id(weight)] = None  # there was no backward pass
+            if not _in_capture:  # what was cached before it stays, and what its gradient was
+                _gradients[id(weight)] = None  # there was no backward pass
     return entry.quantized
 
 
@@ -193,8 +195,28 @@ def _is_gradient_new(weights: Sequence[Tensor]) -> bool:
     """Whether the gradient of a weight is not as a backward pass left it; never inside a backward pass or a capture."""
     if _in_capture or torch._C._current_graph_task_id() >= 0:  # where a checkpoint runs a layer again
         return False
-    recorded = [(weight, _gradients.get(id(weight))) for weight in weights]
-    return any(g is not None and (g == _NO_GRADIENT or g != _gradient(weight)) for weight, g in recorded)
+    return any(map(_has_new_gradient, weights))
+
+
+def _has_new_gradient(weight: Tensor) -> bool:
+    recorded = _gradients.get(id(weight))
+    return recorded is not None and (recorded == _NO_GRADIENT or recorded != _gradient(weight))
+
+
+def drop_written_weights(weights: Sequence[Tensor]) -> None:
+    """Drop cached weights whose gradient is new when a backward pass begins to add to it: it will be recorded anew.
+
+    That is checked where the pass first comes to a weight: its next use in the pass finds a `main_grad` that this one
+    has written.
+    """
+    if torch.compiler.is_compiling() or _in_capture:
+        return
+    backward_pass = torch._C._current_graph_task_id()
+    for weight in weights:
+        if id(weight) in _gradients and _checked_in.get(id(weight)) != backward_pass:
+            _checked_in[id(weight)] = backward_pass
+            if _has_new_gradient(weight):
+                _drop(weight)
 
 
 def record_gradients(weights: Sequence[Tensor]) -> None:
@@ -251,6 +273,7 @@ def _forget(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             _stepped[storage] = True
             _cache.pop(storage, None)  # of every parameter in it
     _gradients.clear()  # no entry of a weight with a gradient stays
+    _checked_in.clear()
     for entries in list(_cache.values()):
         for weight, entry in list(entries.items()):
             if entry.requires_grad or weight in stepped:  # a wrapper may train another tensor in the weight's place

@@ -396,6 +396,45 @@ def test_a_training_loop_written_by_hand_over_main_grad_is_seen_after_an_optimiz
         layer.weight.main_grad.zero_()
 
 
+@pytest.mark.parametrize("reset", [set_to_none, set_to_zero, replace])
+@pytest.mark.parametrize("run", [nullcontext, defer_wgrads])
+def test_a_write_between_the_backward_passes_of_two_forward_passes_is_seen(reset, run):
+    layer, x = Linear(64, 128, bias=False), torch.randn(3, 64)
+    step(layer.weight)
+    before = layer(x)
+    losses = [layer(x).square().sum() for _ in range(2)]
+    for loss in losses:
+        with run() as wgrads:
+            loss.backward()
+        if wgrads is not None:
+            wgrads.compute()
+        if loss is losses[0]:
+            layer.weight.data.mul_(2)
+            reset(layer.weight)
+    assert torch.equal(layer(x), 2 * before)
+
+
+def test_a_write_after_a_backward_pass_and_a_capture_is_seen():
+    layer, x = Linear(64, 128, bias=False), torch.randn(3, 64)
+    step(layer.weight)
+    before = layer(x)
+    before.square().sum().backward()
+    with quantized_once_in_capture():
+        layer(x)
+    layer.weight.data.mul_(2)
+    layer.weight.grad = None
+    assert torch.equal(layer(x), 2 * before)
+
+
+def test_a_weight_that_a_backward_pass_uses_twice_is_quantized_once_in_all_micro_batches(quantized):
+    layer = Linear(128, 128)
+    layer.weight.main_grad = torch.zeros(128, 128)
+    step(layer.weight)
+    for _ in range(3):
+        layer(layer(torch.randn(3, 128))).square().sum().backward()
+    assert quantized == [(128, 128)]
+
+
 @pytest.mark.parametrize("has_main_grad", [False, True], ids=["grad", "main_grad"])
 @pytest.mark.parametrize("run", [nullcontext, defer_wgrads])
 def test_micro_batches_quantize_a_weight_once(quantized, has_main_grad, run):
