@@ -16,12 +16,14 @@ and quantized in each forward pass otherwise, also without gradients: somebody m
 A training loop written by hand may write through `.data` what a torch optimizer has stepped before. The gradient
 distinguishes it from micro-batches: these add to the gradient that the last backward pass left, while the loop removes
 it, sets it to zero or replaces it. Autograd counts the writes to a gradient, so this takes no look at the weight, and
-no wait for a GPU.
+no wait for a GPU. A weight is quantized once a micro-batch where the gradient does not stay in `.grad` or `main_grad`
+between them: a hook takes it away, `torch.autograd.grad` returns it, or it is clipped after each. Results are right then,
+it costs time.
 
 A write through `.data`, or to the memory as by numpy, is not noticed
 
     between two forward passes of one step without a backward pass between them
-    where the gradient stays as the backward pass left it, before the next step
+    where the gradient stays as the backward pass left it, or is written through `.grad.data`, before the next step
     after a backward pass under compiled autograd, before the next step
     of a parameter with `requires_grad=False`, in training
 
