@@ -39,7 +39,7 @@ def _refuse(model: Any, state_dict: Mapping[str, Tensor], prefix: str, *_: Any) 
     They are equal where the model was built by `from_pretrained` of the same checkpoint.
 
     Raises:
-        ValueError: they differ.
+        ValueError: they differ, or those of the model are not here to be compared: on the meta device, or sharded.
     """
     if not any(ONE_EXPERT.search(name) for name in state_dict):
         return
@@ -52,9 +52,15 @@ def _refuse(model: Any, state_dict: Mapping[str, Tensor], prefix: str, *_: Any) 
         lost = {key: p for key, p in stacked.items() if prefix + key not in state_dict}
         for key, present in revert_weight_conversion(model, lost).items():
             given = state_dict.get(prefix + key)
-            if given is not None and not torch.equal(given.to(present), present):
+            if given is not None and not _is_loaded(given, present):
                 raise ValueError(
                     f"state_dict has {prefix + key}, but the model has the experts of {name} stacked, and "
                     "load_state_dict would leave them as they are: make the model with from_pretrained of the "
-                    "checkpoint's folder and convert it, and then resume"
+                    "checkpoint's folder and convert it, and then resume. In place of load_best_model_at_end, load the "
+                    "best checkpoint's folder with from_pretrained"
                 )
+
+
+def _is_loaded(given: Tensor, present: Tensor) -> bool:
+    is_comparable = not present.is_meta and not hasattr(present, "to_local")  # torch compares no DTensor with a tensor
+    return is_comparable and torch.equal(given.to(present), present)

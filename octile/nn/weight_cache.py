@@ -17,8 +17,8 @@ A training loop written by hand may write through `.data` what a torch optimizer
 distinguishes it from micro-batches: these add to the gradient that the last backward pass left, while the loop removes
 it, sets it to zero or replaces it. Autograd counts the writes to a gradient, so this takes no look at the weight, and
 no wait for a GPU. A weight is quantized once a micro-batch where the gradient does not stay in `.grad` or `main_grad`
-between them: a hook takes it away, `torch.autograd.grad` returns it, or it is clipped after each. Results are right then,
-it costs time.
+between them: a hook takes it away, `torch.autograd.grad` returns it, or it is clipped after each. Results are right
+then, it costs time.
 
 A write through `.data`, or to the memory as by numpy, is not noticed
 

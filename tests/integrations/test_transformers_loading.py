@@ -7,6 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from octile.nn.conversion import apply_recipe
@@ -52,6 +54,19 @@ def test_a_copy_and_a_model_within_another_refuse_them_too(copied, tmp_path):
     state = {f"0.{key}": values for key, values in saved("qwen3_moe", tmp_path).items()}
     with pytest.raises(ValueError, match=r"state_dict has 0\.model\.layers\.0\.mlp\.experts\.0\."):
         nn.Sequential(copied(converted("qwen3_moe"))).load_state_dict(state, strict=False)
+
+
+def test_experts_on_the_meta_device_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"state_dict has model\.layers\.0\..*load the best checkpoint's folder with"):
+        converted("qwen3_moe").to("meta").load_state_dict(saved("qwen3_moe", tmp_path), strict=False, assign=True)
+
+
+def test_experts_that_are_sharded_are_refused(tmp_path, process_group):
+    state = saved("qwen3_moe", tmp_path)
+    model = apply_recipe(AutoModelForCausalLM.from_pretrained(tmp_path))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(ValueError, match=r"state_dict has model\.layers\.0\..*experts\.0\..*"):
+        model.load_state_dict(state, strict=False)
 
 
 def test_states_with_stacked_experts_or_none_are_loaded():

@@ -463,14 +463,6 @@ def test_micro_batches_whose_gradients_are_stored_in_fp8_quantize_a_weight_once(
     assert quantized == [(128, 64)]
 
 
-@pytest.fixture
-def process_group():
-    """This process as a group."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def test_micro_batches_whose_gradients_ddp_reduces_quantize_a_weight_once(quantized, process_group):
     """DDP writes the gradients at the end of each backward pass."""
     layer = Linear(64, 128)
