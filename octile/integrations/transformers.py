@@ -6,7 +6,9 @@ registers `experts_forward` there under the name "octile" and sets it in the mod
 and checkpoints stay what they are, and `model.set_experts_implementation` sets another function, which is reported.
 
 Models that were made from one configuration object share its setting. One that is not converted has its experts
-computed as before, and a setting for one is for all: give each its own copy of the configuration.
+computed as before, and a setting for one is for all: give each its own copy of the configuration. What was set before
+is known of the object alone, since transformers saves every attribute of a configuration: in a copy of a converted
+model, or after pickling, experts that a filter has left out are computed by `grouped_mm`.
 
 Llama-4's experts are not in the registry: all of them compute all tokens, multiplied by scores that are 0 for those
 not chosen. They get a subclass of their class, of the same name, with another forward pass.
@@ -256,7 +258,10 @@ def _report_another_function(experts: Any, args: Any) -> None:
 
 
 def _former(experts: Any, holder: ExpertsRecipe | None) -> Callable[..., Tensor]:
-    """Return the function that computed the experts before their configuration was set to octile's."""
+    """Return the function that computed the experts before their configuration was set to octile's.
+
+    It is that of `DEFAULT` for experts that were not converted, in a copy of the configuration.
+    """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     name: Any = _implementations.get(id(experts.config), DEFAULT) if holder is None else holder.implementation
