@@ -1,10 +1,13 @@
 """Atomic writing of files: a file is written under a temporary name in the same folder, and renamed.
 
-A rename is atomic, so a crash leaves the old file or the new one, and no part of either.
+A rename is atomic, so a crash leaves the old file or the new one, and no part of either. Each of several writers of one
+file has a temporary name of its own, NAME.….partial, and the last one to rename it decides what the file holds.
 """
 
+import glob
 import json
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,9 +21,9 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: the disk is full or the folder is not writable. The exception names `path`.
     """
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
     try:
-        with open(partial, "w+b") as file:
+        with open(partial, "x+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -32,6 +35,12 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
             error.filename = str(path)  # a failed write does not name its file
         raise
     sync_folder(path.parent)
+
+
+def remove_partial(path: Path) -> None:
+    """Remove what killed writers of a file have left under temporary names. No process may be writing the file."""
+    for partial in path.parent.glob(f"{glob.escape(path.name)}.*.partial"):
+        partial.unlink()
 
 
 def write_text(path: Path, text: str) -> None:

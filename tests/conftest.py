@@ -154,7 +154,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         monkeypatch.setattr(atomic_files, "open", open_on_full_disk, raising=False)
 
     def open_on_full_disk(path, mode="r"):
-        return Limited(io.FileIO(path, mode)) if "w" in mode else open(path, mode)
+        return Limited(io.FileIO(path, mode)) if "x" in mode else open(path, mode)
 
     return fill
 

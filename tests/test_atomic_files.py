@@ -1,5 +1,7 @@
 """Tests that a file is there as a whole or not at all."""
 
+from contextlib import suppress
+
 import pytest
 
 from octile.atomic_files import atomic_write, write_json
@@ -21,6 +23,33 @@ def test_a_full_disk_leaves_the_old_file_and_no_part_of_the_new(tmp_path, full_d
 def test_a_written_file_is_renamed_and_then_its_folder_is_forced_to_disk(tmp_path, disk):
     write_json(tmp_path / "a", {})
     assert disk == ["rename a", f"sync {tmp_path.name}"]
+
+
+def test_of_two_writers_of_a_file_each_writes_it_whole(tmp_path):
+    """As when every rank of a script saves the same recipe."""
+    path = tmp_path / "a"
+    with atomic_write(path) as outer:
+        outer.write(b"outer, ")
+        with atomic_write(path) as inner:
+            inner.write(b"inner")
+        assert path.read_bytes() == b"inner"
+        outer.write(b"whole")
+    assert path.read_bytes() == b"outer, whole"
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_failed_writer_leaves_the_file_of_another_one(tmp_path):
+    path = tmp_path / "a"
+    with suppress(KeyboardInterrupt), atomic_write(path):
+        write_json(path, {})
+        raise KeyboardInterrupt
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_written_file_has_the_permissions_of_any_new_file(tmp_path):
+    (tmp_path / "plain").touch()
+    write_json(tmp_path / "a", {})
+    assert (tmp_path / "a").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def test_a_folder_that_cannot_be_written_is_not_named_by_a_temporary_file(tmp_path):

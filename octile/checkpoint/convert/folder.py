@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from octile.atomic_files import atomic_write, write_json
+from octile.atomic_files import atomic_write, remove_partial, write_json
 from octile.checkpoint.convert.plan import ConversionPlan
 from octile.checkpoint.convert.share import Share, share_of
 from octile.checkpoint.convert.tensor import Target, convert_tensor, max_error_of
@@ -151,6 +151,8 @@ def _convert(dst: Path, plan: ConversionPlan, progress: Progress | None) -> Conv
     record = _resume_or_begin(dst, plan)
     resumed = len(record["files"])
     copied, not_copied = _other_files(plan)
+    for name in (*plan.files, *copied, CONFIG, INDEX, RECORD):
+        remove_partial(dst / name)
     _check_space(dst, plan, record["files"], copied)
 
     tick = _ticker(progress, 2 * plan.source.nbytes)

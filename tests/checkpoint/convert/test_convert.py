@@ -322,6 +322,14 @@ def test_it_continues_with_the_first_unfinished_file(src, dst, tmp_path, monkeyp
     assert (dst / "octile.json").read_bytes() == (tmp_path / "whole" / "octile.json").read_bytes()
 
 
+def test_it_removes_the_file_in_whose_midst_a_conversion_was_killed(src, dst, tmp_path, monkeypatch):
+    interrupted(src, dst, monkeypatch)
+    (dst / f"{SECOND}.0123456789abcdef.partial").touch()
+    convert_checkpoint(src, dst, "fp8")
+    convert_checkpoint(src, tmp_path / "whole", "fp8")
+    assert {path.name for path in dst.iterdir()} == {path.name for path in (tmp_path / "whole").iterdir()}
+
+
 def test_a_finished_file_that_was_damaged_since_is_converted_again(src, dst, monkeypatch, flip_byte):
     interrupted(src, dst, monkeypatch)
     flip_byte(dst / FIRST, -1)
