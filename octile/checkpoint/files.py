@@ -7,10 +7,13 @@
     .octile-complete-ID/new, replaced    the new files are moved to the destination; then this folder is removed
 
 The rename to .octile-complete-ID is the commit: a crash before it leaves the old files, and after it whoever opens the
-destination next carries out the moves that are missing (`finish_interrupted`). Several processes may do so at once, and
-the writer with them: each move succeeds in one of them. A process that falls behind disturbs neither the new files nor
-a later replacement: what it would still move away goes to `old`, which has another name by then, and a later
-replacement has another ID.
+destination next carries out the moves that are missing (`finish_interrupted`), one process at a time: it locks the
+folder.
+
+Where the file system has no locks, several may do so at once, and each move succeeds in one of them. A process that
+falls behind disturbs neither the new files nor a later replacement: what it would still move away goes to `old`, which
+has another name by then, and a later replacement has another ID. Without locks a folder of a checkpoint, such as one of
+templates, is less safe than a file: a rename that has found `old` before it got that name can move the new folder away.
 """
 
 import errno
@@ -20,6 +23,7 @@ import re
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -43,6 +47,8 @@ READ_BACK = frozenset({  # files that are written once and read again, which a r
 })  # fmt: skip
 
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})  # of a disk that is full, or fails
+LOCK_SECONDS = 10.0  # for which a process waits for another one's moves, which take milliseconds unless it is stopped
+TAKEN = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR})  # by a file or folder of that name
 
 Checksums = dict[str, dict[str, Any]]  # file name → {"bytes": int, "sha256": str}
 
@@ -226,7 +232,8 @@ def finish_interrupted(folder: Path) -> None:
     """
     for replacement in folder.glob(f"{COMPLETE}*"):
         try:
-            _finish(replacement, folder)
+            with _locked(replacement):
+                _finish(replacement, folder)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
@@ -235,6 +242,33 @@ def finish_interrupted(folder: Path) -> None:
                 "complete it: load it once with write permission"
             ) from error
         shutil.rmtree(replacement, ignore_errors=True)  # another process may do so, too
+
+
+@contextmanager
+def _locked(replacement: Path) -> Iterator[None]:
+    """Context manager in which no other process makes moves, unless one is stopped or the file system has no locks."""
+    from fcntl import LOCK_EX, LOCK_NB, flock
+
+    try:
+        descriptor = os.open(replacement, os.O_RDONLY)
+    except FileNotFoundError:  # another process has finished it
+        yield
+        return
+    try:
+        deadline = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                flock(descriptor, LOCK_EX | LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(0.01)
+                    continue
+            except OSError:  # no locks
+                pass
+            break
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _finish(replacement: Path, folder: Path) -> None:
@@ -268,5 +302,10 @@ def _names(folder: Path) -> list[str]:
 
 def _move(path: Path, folder: Path) -> None:
     """Move a file or folder into a folder, unless another process has moved it, or the folder."""
-    with suppress(FileNotFoundError):
+    try:
         os.replace(path, folder / path.name)
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # it found the folder before another process moved it, and the old file or folder in it
+        if error.errno not in TAKEN or folder.exists():
+            raise

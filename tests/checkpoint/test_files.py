@@ -1,4 +1,5 @@
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -160,6 +161,12 @@ def before_rename(monkeypatch, number, action):
     monkeypatch.setattr(os, "replace", replace_after_action)
 
 
+@pytest.fixture
+def no_waiting(monkeypatch):
+    """A process that finds another one among the moves does not wait for it, as if there were no locks."""
+    monkeypatch.setattr(files, "LOCK_SECONDS", 0.0)
+
+
 class Crash(BaseException):
     """The end of a process."""
 
@@ -201,6 +208,7 @@ def test_all_renames_of_a_replacement_are_tried(folder, monkeypatch):
     finish_interrupted(folder)
 
 
+@pytest.mark.usefixtures("no_waiting")
 @pytest.mark.parametrize("number", range(RENAMES))
 def test_a_reader_between_two_renames_of_a_writer_disturbs_nothing(folder, monkeypatch, number):
     before_rename(monkeypatch, number, lambda: finish_interrupted(folder))
@@ -219,6 +227,7 @@ def test_a_reader_leaves_what_a_writer_has_not_committed(folder):
     assert contents(folder) == whole(NEW, "new")
 
 
+@pytest.mark.usefixtures("no_waiting")
 @pytest.mark.parametrize("number", range(RENAMES - 1))
 def test_two_readers_complete_an_interrupted_replacement(interrupted, monkeypatch, number):
     before_rename(monkeypatch, number, lambda: finish_interrupted(interrupted))
@@ -227,6 +236,7 @@ def test_two_readers_complete_an_interrupted_replacement(interrupted, monkeypatc
     assert not replacements(interrupted)
 
 
+@pytest.mark.usefixtures("no_waiting")
 @pytest.mark.parametrize("number", range(RENAMES - 1))
 def test_a_reader_that_falls_behind_leaves_the_next_replacement_alone(interrupted, monkeypatch, number):
     newest = (*OLD, "templates/newest.jinja")
@@ -236,6 +246,7 @@ def test_a_reader_that_falls_behind_leaves_the_next_replacement_alone(interrupte
     assert not replacements(interrupted)
 
 
+@pytest.mark.usefixtures("no_waiting")
 @pytest.mark.parametrize("number", range(RENAMES - 1))
 def test_a_reader_that_falls_behind_leaves_the_next_interrupted_replacement_alone(interrupted, monkeypatch, number):
     newest = (*OLD, "templates/newest.jinja")
@@ -250,6 +261,7 @@ def test_a_reader_that_falls_behind_leaves_the_next_interrupted_replacement_alon
     assert contents(interrupted) == whole(newest, "newest")
 
 
+@pytest.mark.usefixtures("no_waiting")
 @pytest.mark.parametrize("number", range(RENAMES - 1))
 def test_a_reader_that_falls_behind_leaves_the_next_writer_alone(interrupted, monkeypatch, number):
     with ExitStack() as writer:
@@ -264,6 +276,73 @@ def test_a_reader_that_falls_behind_leaves_the_next_writer_alone(interrupted, mo
         assert (interrupted / STAGING / files.NEW / "config.json").exists()
         assert contents(interrupted) == whole(WITH_TEMPLATES, "new")
     assert contents(interrupted).items() >= whole(NEW, "newest").items()
+
+
+def lock(replacement):
+    descriptor = os.open(replacement, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+
+
+@pytest.mark.parametrize("number", range(RENAMES - 1))
+def test_one_process_at_a_time_makes_the_moves(interrupted, monkeypatch, number):
+    (replacement,) = interrupted.glob(f"{files.COMPLETE}*")
+
+    def lock_again():
+        with pytest.raises(BlockingIOError):
+            lock(replacement)
+
+    before_rename(monkeypatch, number, lock_again)
+    finish_interrupted(interrupted)
+    assert contents(interrupted) == whole(WITH_TEMPLATES, "new")
+
+
+def test_a_process_waits_until_another_one_has_made_the_moves(interrupted, monkeypatch):
+    (replacement,) = interrupted.glob(f"{files.COMPLETE}*")
+    descriptor = lock(replacement)
+
+    def finish_the_other(_):
+        files._finish(replacement, interrupted)
+        shutil.rmtree(replacement)
+        os.close(descriptor)
+
+    monkeypatch.setattr(files.time, "sleep", finish_the_other)
+    before_rename(monkeypatch, RENAMES - 1, crash)
+    finish_interrupted(interrupted)
+    assert contents(interrupted) == whole(WITH_TEMPLATES, "new")
+
+
+def test_a_file_system_without_locks_has_checkpoints(folder, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    put(folder, WITH_TEMPLATES)
+    assert contents(folder) == whole(WITH_TEMPLATES, "new")
+
+
+def test_a_rename_that_found_the_folder_of_old_files_before_it_was_moved_is_none(interrupted, monkeypatch):
+    """The system looks a folder up and then renames; in between another process makes all moves."""
+    replace = os.replace
+
+    def replace_late(source, target):
+        if target.parts[-2:] != (files.OLD, "templates"):
+            return replace(source, target)
+        monkeypatch.setattr(os, "replace", replace)
+        files._finish(target.parents[1], interrupted)
+        return replace(source, target.parents[1] / files.REPLACED / "templates")
+
+    monkeypatch.setattr(os, "replace", replace_late)
+    finish_interrupted(interrupted)
+    assert contents(interrupted) == whole(WITH_TEMPLATES, "new")
+
+
+def test_a_folder_in_the_way_of_a_move_is_an_error(interrupted):
+    (replacement,) = interrupted.glob(f"{files.COMPLETE}*")
+    (replacement / files.OLD / "templates").mkdir()
+    (replacement / files.OLD / "templates" / "more.jinja").touch()
+    with pytest.raises(OSError, match="Directory not empty"):
+        finish_interrupted(interrupted)
 
 
 def test_a_folder_that_nobody_may_write_to_says_what_completes_its_save(interrupted, monkeypatch):
