@@ -15,6 +15,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, TextIO
@@ -118,7 +119,8 @@ def _fail(message: str, code: int, at_once: bool = False) -> NoReturn:
             _discard(sys.stdout)
             _discard(sys.stderr)
         if at_once:
-            sys.stdout.flush()
+            with suppress(OSError):  # the reader of the output may have ended
+                sys.stdout.flush()
             os._exit(code)
         sys.exit(code)
     from octile.parallel.ranks import fail

@@ -58,6 +58,22 @@ def test_a_failed_gpu_is_one_line_after_which_no_destructor_runs(capsys, monkeyp
     )
 
 
+def test_no_destructor_runs_after_a_failed_gpu_when_the_reader_of_the_output_has_ended(monkeypatch):
+    def refuse() -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    def fail() -> None:
+        monkeypatch.setattr(sys.stdout, "flush", refuse)
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    in_the_place_of_train(monkeypatch, fail)
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with pytest.raises(SystemExit):  # which os._exit would not have reached
+        main(["train"])
+    assert ended == [1]
+
+
 def test_what_the_system_refuses_is_said_without_its_number(capsys, monkeypatch):
     failing(monkeypatch, PermissionError(errno.EACCES, os.strerror(errno.EACCES), "run/model"))
     assert call(capsys, "train")[::2] == (2, "octile: 'run/model': Permission denied\n")
