@@ -87,7 +87,7 @@ class Queue:
                 if all(self._free_slots(gpu) == 0 for gpu in self.gpus):
                     return
                 continue
-            if time.time() + self._estimated_seconds(job) > self.deadline:
+            if not self._has_time_for(job):
                 self.passed_over.add(job.name)
                 continue
             self.waiting.remove(job)
@@ -120,7 +120,7 @@ class Queue:
 
     def _try_again(self, job: Job) -> None:
         """Start a job that has failed once more, before the others, so that its seed is complete."""
-        if (kept := self.out / f"{job.name}.failed.gz").exists() or time.time() > self.deadline:
+        if (kept := self.out / f"{job.name}.failed.gz").exists() or not self._has_time_for(job):
             return
         result_file(self.out, job.name).rename(kept)
         (self.out / f"{job.name}.log").rename(kept.with_suffix(".log"))
@@ -136,6 +136,9 @@ class Queue:
         """Return the GPU with the most free slots, or None if they are too few for the job."""
         gpu = max(self.gpus, key=self._free_slots)
         return gpu if self._free_slots(gpu) >= self._slots_needed(job) else None
+
+    def _has_time_for(self, job: Job) -> bool:
+        return time.time() + self._estimated_seconds(job) <= self.deadline
 
     def _estimated_seconds(self, job: Job) -> float:
         """Estimate the run time from the slowest known run of its size and recipe, or of its size; 0 without one."""

@@ -87,6 +87,14 @@ def test_a_job_that_fails_after_steps_is_started_once_more_before_the_others(que
     assert begun == sorted(begun)
 
 
+def test_a_job_that_fails_stays_in_the_results_if_there_is_no_time_to_start_it_once_more(queue):
+    breaks = replace(SMALL, name="breaks", tokens=1e12)
+    q = queue([breaks], store="breaks")
+    q.run()
+    assert states(q) == {"breaks": "failed"}
+    assert (q.out / "breaks.begun").read_text() == "1"
+
+
 def test_at_the_deadline_running_jobs_are_stopped_and_write_partial_results(queue, monkeypatch):
     q = queue([SMALL, LARGE], store="slow")
 
