@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from octile.gpu_failure import is_gpu_failure
 from octile.parallel.experts import check_agreement
 from octile.parallel.messages import (
     MessageError,
@@ -57,14 +58,25 @@ FAILURE, FAILING, POSITION = "failure", "failing", "position"  # keys of the sto
 # what errors say, in lower case: of gloo, whose class is RuntimeError, that another rank does not answer or has ended
 GLOO = (
     "timed out waiting",
+    "timed out connecting",
+    "operation timed out",
     "application timeout",
+    "connect timeout [",  # the address of the other rank follows; a client of HTTP says "read timeout=10"
+    "read timeout [",
+    "write timeout [",
     "connection closed by peer",
     "connection reset by peer",
+    "connection refused",
+    "connection timed out",
+    "no route to host",
     "broken pipe",
 )
 # of NCCL and of torchrun's store the same, and what NCCL says of its use on this rank
 WAITED = ("timed out", "timing out", "timeout")
-LOST = ("connection closed", "connection reset", "broken pipe", "remote process exit", "ncclremoteerror")
+LOST = (
+    "connection closed", "connection reset", "connection refused", "connection timed out", "no route to host",
+    "broken pipe", "remote process exit", "ncclremoteerror",
+)  # fmt: skip
 MISUSE = (
     "invalid usage", "ncclinvalidusage", "invalid argument", "ncclinvalidargument", "unhandled cuda error",
     "ncclunhandledcudaerror", "internal error", "ncclinternalerror", "out of memory",
@@ -309,8 +321,9 @@ def explain(error: Exception) -> Exception:
         return error
     if isinstance(error, RanksTimeoutError):
         return RanksError(_describe(_joined, has_waited=True))
+    has_waited = _has(WAITED, error) and not _has(LOST, error)  # "Connection timed out": TCP's own time, of a lost host
     sentence = re.split(r"\.?(?:\n|$)|\.\s", SOURCE_LINE.sub("", str(error)), maxsplit=1)[0]
-    return RanksError(f"{_describe(_joined, _has(WAITED, error))} ({shown(sentence) or type(error).__name__})")
+    return RanksError(f"{_describe(_joined, has_waited)} ({shown(sentence) or type(error).__name__})")
 
 
 def _describe(ranks: Ranks, has_waited: bool) -> str:
@@ -404,8 +417,11 @@ def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
 def _is_of_connection(error: Exception) -> bool:
     """Whether gloo, NCCL or the store raised it because another rank does not answer.
 
-    A timeout of a file system or of an object store is a `TimeoutError` of Python, and has nothing to do with ranks.
+    A timeout of a file system or of an object store is a `TimeoutError` of Python, and has nothing to do with ranks;
+    nor has that of a kernel, which an error of NCCL may quote.
     """
+    if is_gpu_failure(error):
+        return False
     if isinstance(error, dist.DistError):
         return _has(WAITED + LOST, error) or not _has(MISUSE, error)
     return isinstance(error, RanksTimeoutError) or (isinstance(error, RuntimeError) and _has(GLOO, error))

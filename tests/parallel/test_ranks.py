@@ -182,7 +182,22 @@ CONNECTION_ERRORS = [  # class, text, what is said of this rank, what is quoted
     (dist.DistNetworkError, "failed to recv, got 0 bytes", LOST, "failed to recv, got 0 bytes"),
     (dist.DistBackendError, "remote process exited or\nncclRemoteError", LOST, "remote process exited or"),
     (dist.DistBackendError, "ncclInternalError\nConnection closed by remote peer", LOST, "ncclInternalError"),
+    (dist.DistBackendError, "ncclInternalError\nsocketConnect: No route to host", LOST, "ncclInternalError"),
+    (dist.DistBackendError, "ncclInternalError\nConnect failed: Connection refused", LOST, "ncclInternalError"),
     (dist.DistBackendError, "", LOST, "DistBackendError"),
+    *(
+        (RuntimeError, f"[/a/tcp/pair.cc:78] {text}", what, text)
+        for text, what in {
+            "Read error [10.0.0.2]:3923: Connection timed out": LOST,
+            "writev [10.0.0.2]:3923: No route to host": LOST,
+            "connect [10.0.0.2]:3923: Connection refused": LOST,
+            "Connect timeout [10.0.0.2]:3923": WAITED,
+            "Read timeout [10.0.0.2]:3923": WAITED,
+            "Write timeout [10.0.0.2]:3923": WAITED,
+            "timed out connecting: SO_ERROR": WAITED,
+            "Operation timed out!": WAITED,
+        }.items()
+    ),
 ]
 
 
@@ -214,6 +229,10 @@ def test_a_timeout_of_a_rank_says_where_the_ranks_are(two, monkeypatch):
             "NCCL error: invalid usage\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 0"
         ),
         dist.DistBackendError("NCCL error: unhandled cuda error\nCuda failure 2 'out of memory'"),
+        dist.DistBackendError(
+            "NCCL error: unhandled cuda error\nCuda failure 702 'the launch timed out and was terminated'"
+        ),
+        RuntimeError("Caught ReadTimeout in a worker: https://host: Read timed out. (read timeout=10)"),
     ],
     ids=str,
 )
