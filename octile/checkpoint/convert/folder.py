@@ -151,7 +151,7 @@ def _convert(dst: Path, plan: ConversionPlan, progress: Progress | None) -> Conv
     record = _resume_or_begin(dst, plan)
     resumed = len(record["files"])
     copied, not_copied = _other_files(plan)
-    for name in (*plan.files, *copied, CONFIG, INDEX, RECORD):
+    for name in (*plan.files, *map(str, copied), CONFIG, INDEX, RECORD):
         remove_partial(dst / name)
     _check_space(dst, plan, record["files"], copied)
 
