@@ -17,11 +17,10 @@ from octile.train.data.prepare import prepare
 from octile.train.data.token_store import TokenStore
 from tests.train.conftest import MICRO
 from tests.train.strategy import bad_rank
-from tests.train.strategy.test_torchrun import OPTIONS, PIPELINE
+from tests.train.strategy.test_torchrun import CLOSED, OPTIONS, PIPELINE
 from tests.worlds import begin_ranks, start_ranks
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
-CLOSED = r"\([^()]*(Connection (closed|reset) by peer|Broken pipe)[^()]*\)"  # how gloo notices that a rank has ended
 
 
 class Ended(NamedTuple):
