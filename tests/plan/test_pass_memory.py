@@ -263,6 +263,7 @@ def run_stage(
         for _ in range(2):  # the second time gradients, and weights in FP8, are there, and kernels are planned
             if is_first:
                 model.zero_grad()
+                forward()  # caches weights in FP8 again, since gradients that are removed end those that were cached
             stored = [p.grad for p in model.parameters() if p.grad is not None]
             gradient = torch.empty(*tokens_BS.shape, c.hidden_size, dtype=torch.bfloat16, device="meta")
             with TensorsOnGpu([*model.state_dict().values(), *stored]) as live:
