@@ -1,8 +1,5 @@
 """Failures of a kernel or a GPU, after which a process can compute nothing more on that GPU."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
 # what the driver says of them (cuGetErrorString), in exceptions of torch, of Triton and of octile's launches
 MESSAGES = (
     "an illegal instruction was encountered",
@@ -28,14 +25,3 @@ def gpu_failure(error: BaseException) -> str:
     """The line that says it: the first of the message, without torch's advice, and how to find the kernel."""
     first = str(error).partition("\n")[0].removeprefix("CUDA error: ")
     return f"the GPU has failed: {first}; CUDA_ENABLE_COREDUMP_ON_EXCEPTION=1 writes a file that names the kernel"
-
-
-@contextmanager
-def explaining_gpu_failures(how_to_continue: Callable[[], str]) -> Iterator[None]:
-    """Context manager that adds a note to such an exception: how to continue after it."""
-    try:
-        yield
-    except RuntimeError as error:
-        if is_gpu_failure(error):
-            error.add_note(how_to_continue())
-        raise

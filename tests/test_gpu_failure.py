@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from octile.gpu_failure import explaining_gpu_failures, gpu_failure, is_gpu_failure
+from octile.checkpoint.files import explaining_failures
+from octile.gpu_failure import gpu_failure, is_gpu_failure
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,6 @@ def test_it_is_recognized_whoever_has_launched_the_kernel(error, said):
 )
 def test_other_errors_are_none(error):
     assert not is_gpu_failure(error)
-    with pytest.raises(type(error)) as raised, explaining_gpu_failures(lambda: "to continue: …"):
+    with pytest.raises(type(error)) as raised, explaining_failures(lambda: "to continue: …"):
         raise error
     assert not hasattr(raised.value, "__notes__")

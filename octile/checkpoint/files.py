@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from octile.atomic_files import sync_folder, write_json
+from octile.gpu_failure import is_gpu_failure
 from octile.validation import read_json
 
 RECORD = "octile.json"
@@ -54,12 +55,12 @@ Checksums = dict[str, dict[str, Any]]  # file name → {"bytes": int, "sha256": 
 
 
 @contextmanager
-def explaining_disk_errors(how_to_continue: Callable[[], str]) -> Iterator[None]:
-    """Context manager that adds a note to an error of `DISK_ERRORS`: how to continue after it."""
+def explaining_failures(how_to_continue: Callable[[], str]) -> Iterator[None]:
+    """Context manager that adds a note to an error of `DISK_ERRORS` or of a failed GPU: how to continue after it."""
     try:
         yield
-    except OSError as error:
-        if error.errno in DISK_ERRORS:
+    except (OSError, RuntimeError) as error:
+        if is_gpu_failure(error) or (isinstance(error, OSError) and error.errno in DISK_ERRORS):
             error.add_note(how_to_continue())
         raise
 

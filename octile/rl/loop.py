@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 
 from octile.atomic_files import write_json, write_text
-from octile.checkpoint.files import explaining_disk_errors
+from octile.checkpoint.files import explaining_failures
 from octile.extras import require
-from octile.gpu_failure import explaining_gpu_failures
 from octile.parallel.device import pick_device
 from octile.report.rl import render_rl_report
 from octile.rl.config import RLConfig
@@ -81,8 +80,7 @@ def train(config: RLConfig, resume: bool, console: RunConsole) -> Path:
     config = replace(config, out=run.path)
     with ExitStack() as stack:
         stack.enter_context(lock_folder(run.path, is_new))
-        stack.enter_context(explaining_disk_errors(lambda: _how_to_continue(config, run)))
-        stack.enter_context(explaining_gpu_failures(lambda: _how_to_continue(config, run)))
+        stack.enter_context(explaining_failures(lambda: _how_to_continue(config, run)))
         checkpoint = Checkpoint(run)
         if resume:
             checkpoint.check(config, device)

@@ -21,10 +21,9 @@ from typing import Protocol
 import torch
 
 from octile.checkpoint.convert.size import predict_size
-from octile.checkpoint.files import explaining_disk_errors
+from octile.checkpoint.files import explaining_failures
 from octile.checkpoint.store import Store
 from octile.extras import require
-from octile.gpu_failure import explaining_gpu_failures
 from octile.kernels.compile_ahead import KernelsAhead
 from octile.parallel.device import pick_own_device
 from octile.parallel.ranks import Ranks, RanksError, explain, join, leave, will_restart
@@ -198,8 +197,7 @@ def _train_joined(
     with ExitStack() as stack:
         ranks.from_first_only(lambda: stack.enter_context(lock_folder(run.path, is_new)))
         checkpoints = RunCheckpoints(run.checkpoints_of(config), ranks)
-        stack.enter_context(explaining_disk_errors(lambda: _how_to_continue(config, run, checkpoints)))
-        stack.enter_context(explaining_gpu_failures(lambda: _how_to_continue(config, run, checkpoints)))
+        stack.enter_context(explaining_failures(lambda: _how_to_continue(config, run, checkpoints)))
         stack.enter_context(console.stopped_before("the first step"))
         try:
             checkpoint = checkpoints.latest() if resume else None

@@ -16,10 +16,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from octile.checkpoint.files import explaining_disk_errors
+from octile.checkpoint.files import explaining_failures
 from octile.command_text import quoted_path
 from octile.extras import require
-from octile.gpu_failure import explaining_gpu_failures
 from octile.parallel.device import pick_device
 from octile.parallel.ranks import Ranks
 from octile.report.compare.file import COMPARE_FILE, write_result
@@ -136,8 +135,7 @@ def compare(
         then = f"to continue: octile compare --resume --out {quoted_path(out)}"
         try:
             with (
-                explaining_disk_errors(lambda: then),
-                explaining_gpu_failures(lambda: then),
+                explaining_failures(lambda: then),
                 stop_requests(console.acknowledge_stop) as stop,
                 console.stopped_by_its_reader(stop),
             ):
