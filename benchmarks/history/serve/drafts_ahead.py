@@ -1,4 +1,4 @@
-"""Decode steps with drafts, launched ahead in two parts or collected at once: python drafts_ahead.py v2_lite|tiny."""
+"""Decode steps with drafts, launched ahead in two parts or collected at once: drafts_ahead.py v2_lite|tiny [N…]."""
 
 import sys
 import tempfile
@@ -45,13 +45,13 @@ def measure(engine, batch: int, prompt: int, new: int, first: dict, others: dict
     )
 
 
-def main(name: str) -> None:
+def main(name: str, *batches: str) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     folder = Path(tempfile.mkdtemp())
     config = V2_LITE if name == "v2_lite" else MODELS["tiny"]()
     write_model(folder, replace(config, num_nextn_predict_layers=1), device.type)
     new, prompt = (128, 512) if device.type == "cuda" else (24, 60)
-    for batch in (8, 1):
+    for batch in map(int, batches or (8, 1)):
         begin = time.perf_counter()
         engine, _ = Folder.open(folder).load(device, EngineConfig(max_batch=batch, n_drafts=2), CacheConfig())
         print(f"loaded in {time.perf_counter() - begin:.1f} s", flush=True)
@@ -64,4 +64,4 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
