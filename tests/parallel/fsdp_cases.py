@@ -87,7 +87,7 @@ def bits(rank: int, folder: Path) -> None:
             assert torch.equal(gathered(found).data.view(torch.uint8), q.data.view(torch.uint8)), name
             assert torch.equal(gathered(found).scale, q.scale), name
             assert torch.equal(
-                gathered_transposed(found, expected).data.contiguous().view(torch.uint8),
+                gathered_transposed(found, expected.detach()).data.contiguous().view(torch.uint8),
                 q.data.mT.contiguous().view(torch.uint8),
             ), name
         else:
