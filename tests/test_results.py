@@ -320,9 +320,10 @@ def test_the_result_of_the_plan_at_81m_is_that_of_its_files(row, seeds, looks):
         ("planned-30m", "e5m2", "the control `e5m2`", "E5M2 in"),
         ("planned-30m-muon", "deepseek_v3", "**`deepseek_v3`**", "FP8 is below BF16 in"),
         ("planned-30m-muon", "without_fprop", "the control `without_fprop`", "`without_fprop` in"),
+        ("planned-80m-muon", "deepseek_v3", "**`deepseek_v3`**", "FP8 is below BF16 in"),
     ],
 )
-def test_the_result_of_a_plan_at_35m_is_that_of_its_files(plan, recipe, row, below):
+def test_the_result_of_a_plan_is_that_of_its_files(plan, recipe, row, below):
     gaps = planned_gaps(plan, recipe)
     found = student_interval(np.array(gaps))
     assert found is not None
@@ -337,10 +338,12 @@ def test_the_result_of_a_plan_at_35m_is_that_of_its_files(plan, recipe, row, bel
     assert span(gaps) in page("README.md")
 
 
-@pytest.mark.parametrize("recipe", PLANS["planned-30m-muon"].recipes)
-def test_the_intervals_with_muon_at_35m_stand_on_all_pages(recipe):
+@pytest.mark.parametrize(
+    ("plan", "recipe"), [(plan, of) for plan in ("planned-30m-muon", "planned-80m-muon") for of in PLANS[plan].recipes]
+)
+def test_the_intervals_with_muon_stand_on_all_pages(plan, recipe):
     for name in ("README.md", "docs/results/loss.md", "docs/muon.md"):
-        assert span(planned_gaps("planned-30m-muon", recipe)) in page(name)
+        assert span(planned_gaps(plan, recipe)) in page(name)
 
 
 def test_the_losses_of_both_optimizers_at_35m_are_those_of_their_runs():
