@@ -419,6 +419,7 @@ class Engine:
         reason = error = None
         is_request_error = False
         stopped_by: str | int | None = None
+        end_token: int | None = None
         end_logprobs: TokenLogprobs | None = None
         for i, token in enumerate(chosen):
             if token < 0:
@@ -428,7 +429,7 @@ class Engine:
                     self._scheduler.unshare(request)
                 break
             if (is_end := token in self._end_tokens and not sampling.ignore_eos) or token in sampling.stop_token_ids:
-                reason, stopped_by = FinishReason.STOP, None if is_end else token
+                reason, stopped_by, end_token = FinishReason.STOP, None if is_end else token, token
                 end_logprobs = logprobs[i] if logprobs else None
                 break
             if request.matcher is not None:
@@ -464,7 +465,7 @@ class Engine:
         return Output(
             request.id, tuple(tokens[length:]), text, tuple(logprobs[: len(tokens) - length]), reason, error, version,
             has_old_latents, prompt_logprobs, request.n_cached, stopped_by, end_logprobs, request.drafted_tokens,
-            request.accepted_tokens, is_request_error, prefill_seconds,
+            request.accepted_tokens, is_request_error, prefill_seconds, end_token,
         )  # fmt: skip
 
     def _remove(self, request: Request, reason: FinishReason) -> None:

@@ -211,12 +211,12 @@ class Output(NamedTuple):
             request's first output; they are those of the weights that have chosen its first token.
         cached_tokens: tokens of its prompt whose latents were in the cache when it began.
         stopped_by: the stop string, or the token of stop_token_ids, that has ended it; None: something else.
-        end_logprobs: log-probabilities of the token that has ended it, if they were asked for: an end-of-text token, or
-            one of stop_token_ids.
+        end_logprobs: log-probabilities of `end_token`, if they were asked for.
         drafted_tokens, accepted_tokens: draft tokens that were verified for the request so far, and those of them that
             were accepted and are among its tokens.
         is_request_error: whether the error is that of the request, as of a grammar that no token can follow.
         prefill_seconds: time since the request was first admitted, in the output that has its first token.
+        end_token: the token that has ended it: an end-of-text token, or one of stop_token_ids; None: something else.
     """
 
     request_id: int
@@ -235,6 +235,7 @@ class Output(NamedTuple):
     accepted_tokens: int = 0
     is_request_error: bool = False
     prefill_seconds: float = 0.0
+    end_token: int | None = None
 
 
 class PromptLatents(Protocol):

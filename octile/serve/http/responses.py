@@ -330,6 +330,7 @@ class ChoicesAnswer(Answer):
 
     def add(self, index: int, output: Output) -> None:  # noqa: D102
         self._count(index, output)
+        output = self._with_end(output)
         self._texts[index].append(output.text)
         self._scores[index] += output.prompt_logprobs
         if self._shown.tokens:
@@ -375,6 +376,7 @@ class ChoicesAnswer(Answer):
     def chunk(self, index: int, output: Output) -> dict[str, Any] | None:
         """The chunk for what is new about a choice; None if nothing can be shown yet."""
         self._count(index, output)
+        output = self._with_end(output)
         shown = {"token_ids": [*output.tokens]} if self._shown.tokens else {}
         if not (output.text or output.logprobs or output.finish_reason or shown.get("token_ids")):
             return None
@@ -435,6 +437,13 @@ class ChoicesAnswer(Answer):
             self._cached_tokens[index // self._n] = output.cached_tokens
         self._drafted[index] = output.drafted_tokens, output.accepted_tokens
         self._versions[index].add(output)
+
+    def _with_end(self, output: Output) -> Output:
+        """An output with the token that has ended its text, if tokens are shown: trainers learn from it, too."""
+        if not self._shown.tokens or output.end_token is None:
+            return output
+        logprobs = output.logprobs if output.end_logprobs is None else (*output.logprobs, output.end_logprobs)
+        return output._replace(tokens=(*output.tokens, output.end_token), logprobs=logprobs)
 
     def _token_text(self, token: int) -> str:
         return self._tokenizer.decode([token])
@@ -526,7 +535,7 @@ class Completion(ChoicesAnswer):
                 cached_tokens=output.cached_tokens,
             )
         if output.end_logprobs is not None:
-            output = output._replace(logprobs=(*output.logprobs, output.end_logprobs))
+            output = output._replace(logprobs=(*output.logprobs, output.end_logprobs), end_logprobs=None)
         if index not in self._to_echo:
             return output
         self._to_echo.remove(index)

@@ -741,9 +741,9 @@ def test_a_token_that_ends_the_text_has_log_probabilities(engine_of, tokenizer, 
         engine.add([1, 2], sampling)
     (_, _, ended), (_, _, unasked), (_, _, cut) = run(engine).values()
     logits = runner.logits_after([1, 2, *whole[:length]]).double()
-    assert ended.end_logprobs.token == whole[7]
+    assert ended.end_logprobs.token == ended.end_token == unasked.end_token == whole[7]
     assert math.isclose(ended.end_logprobs.logprob, logits.log_softmax(0)[whole[7]].item(), rel_tol=1e-5)
-    assert (unasked.end_logprobs, cut.end_logprobs) == (None, None)
+    assert (unasked.end_logprobs, cut.end_logprobs, cut.end_token) == (None, None, None)
 
 
 def test_outputs_say_how_many_tokens_of_the_prompt_were_cached(engine_of):

@@ -6,8 +6,8 @@ import httpx
 import pytest
 import torch
 
-from octile.serve.engine.request import FinishReason, Output
-from octile.serve.http.responses import ChatCompletion, Completion
+from octile.serve.engine.request import FinishReason, Output, TokenLogprobs
+from octile.serve.http.responses import ChatCompletion, Completion, Shown
 from tests.serve.http.conftest import Served
 from tests.serve.models import text
 
@@ -61,6 +61,50 @@ def test_a_stream_has_tokens_and_versions(exact, path):
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     assert sum(len(choice["token_ids"]) for choice in choices) == 4
     assert {choice["weights_version"] for choice in choices} == {0}
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_token_that_has_ended_a_text_is_the_last_one_and_has_its_log_probability(exact, model, path, stream):
+    given = {"prompt": [1, 2], "logprobs": 0} if path == "completions" else {"logprobs": True}
+    given |= {} if path == "completions" else {"messages": [{"role": "user", "content": "a"}]}
+    body = {"model": "micro", "max_tokens": 5, "ignore_eos": True, "return_token_ids": True, "seed": 3, **given}
+    whole = httpx.post(f"{exact.url}/v1/{path}", json=body, timeout=60).json()
+    tokens = whole["choices"][0]["token_ids"]
+    prompt = (whole if path == "chat/completions" else whole["choices"][0])["prompt_token_ids"]
+    end = tokens[-1]
+    expected = tokens[: tokens.index(end) + 1]
+    body |= {"stop_token_ids": [end], "stream": stream}
+    response = httpx.post(f"{exact.url}/v1/{path}", json=body, timeout=60)
+    choices = _choices(response.text) if stream else response.json()["choices"]
+    entries = [choice["logprobs"] for choice in choices if choice.get("logprobs")]
+    found = [
+        value
+        for each in entries
+        for value in each.get("token_logprobs", []) + [entry["logprob"] for entry in each.get("content", [])]
+    ]
+    assert [token for choice in choices for token in choice.get("token_ids", [])] == expected
+    with torch.no_grad():
+        scores = model.log_probs(torch.tensor([prompt + expected]))[0]
+    assert found == scores[len(prompt) - 1 :].tolist()
+
+
+def _choices(stream: str) -> list[dict]:
+    """The choices of the chunks of a stream."""
+    chunks = [json.loads(line.removeprefix("data: ")) for line in stream.split("\n\n") if line.startswith("data: {")]
+    return [choice for chunk in chunks for choice in chunk["choices"]]
+
+
+@pytest.mark.parametrize("form", [Completion, ChatCompletion])
+def test_a_text_without_tokens_is_without_that_which_has_ended_it(tokenizer, form):
+    output = Output(0, (70,), "a", (), FinishReason.STOP, end_logprobs=TokenLogprobs(71, -0.5, (), 1), end_token=71)
+    for shown, n_entries in ((Shown(logprobs=True), 0), (Shown(tokens=True, logprobs=True), 1)):
+        answer = form("micro", tokenizer, [[5]], 1, shown)
+        answer.add(0, output)
+        body = answer.whole()
+        logprobs = body["choices"][0]["logprobs"]
+        assert len(logprobs["content"] if form is ChatCompletion else logprobs["tokens"]) == n_entries
+        assert body["usage"]["completion_tokens"] == 1
 
 
 @pytest.mark.parametrize("form", [Completion, ChatCompletion])
