@@ -13,6 +13,7 @@ Source: DeepSeek-R1 (arXiv 2501.12948) §2.2.2.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -55,7 +56,7 @@ class Rewards:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file cannot be run, or defines no function `reward`.
+        ValueError: as for `load_reward`.
     """
 
     def __init__(self, file: Path | None = None):
@@ -92,7 +93,7 @@ def load_reward(file: Path) -> Reward:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file cannot be run, or defines no function `reward`.
+        ValueError: the file cannot be run, or defines no function `reward` that is called with three arguments.
     """
     if not file.is_file():
         raise FileNotFoundError(f"reward {str(file)!r} does not exist: name a Python file")
@@ -107,4 +108,17 @@ def load_reward(file: Path) -> Reward:
     function: Reward | None = getattr(module, FUNCTION, None)
     if not callable(function):
         raise ValueError(f"reward {str(file)!r} must define a function {FUNCTION}(prompt, completion, answer)")
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(f"reward {str(file)!r} must define {FUNCTION} with def, not with async def")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a function in C may have none; then the first call shows what it takes
+        return function
+    try:
+        signature.bind("", "", "")
+    except TypeError as error:
+        raise ValueError(
+            f"reward {str(file)!r} must define {FUNCTION} for the three arguments prompt, completion, answer, not "
+            f"{FUNCTION}{signature}: {error}"
+        ) from None
     return function

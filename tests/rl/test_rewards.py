@@ -83,6 +83,20 @@ def test_a_file_may_define_dataclasses(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "source",
+    [
+        "def reward(*texts):\n    return 1",
+        "def reward(prompt, completion, answer, scale=1.0):\n    return scale",
+        "class Reward:\n    def __call__(self, p, c, a):\n        return 1\nreward = Reward()",
+    ],
+)
+def test_what_can_be_called_with_three_arguments_is_a_reward(tmp_path, source):
+    file = tmp_path / "own.py"
+    file.write_text(source)
+    assert Rewards(file)("", "", "") == {"reward": 1.0}
+
+
+@pytest.mark.parametrize(
     ("body", "error", "message"),
     [
         ("return 1 / 0", RuntimeError, "raised ZeroDivisionError: division by zero"),
@@ -112,6 +126,19 @@ def test_an_error_of_a_function_names_file_prompt_and_exception(tmp_path, body, 
         ("own.py", "def reward(", ValueError, "cannot be run: SyntaxError"),
         ("own.py", "import sys\nsys.exit(0)", ValueError, "cannot be run: SystemExit: 0"),
         ("own.py", "reward = 3", ValueError, r"must define a function reward\(prompt, completion, answer\)"),
+        (
+            "own.py",
+            "def reward(prompts, completions, **kwargs): return [0.0]",
+            ValueError,
+            r"three arguments prompt, completion, answer, not reward\(prompts, completions, \*\*kwargs\): too many",
+        ),
+        ("own.py", "def reward(a, b, c, d): return 0.0", ValueError, r"not reward\(a, b, c, d\): missing a required"),
+        (
+            "own.py",
+            "async def reward(a, b, c): return 0.0",
+            ValueError,
+            "must define reward with def, not with async def",
+        ),
     ],
 )
 def test_a_file_without_a_function_is_refused(tmp_path, name, text, error, message):
