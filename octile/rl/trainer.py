@@ -185,11 +185,12 @@ class RLTrainer:
             sums["grad_norm"] += float(norm) / config.updates
         engine_N, own_N = map(torch.cat, zip(*differences, strict=True))
         difference = compare_log_probs(engine_N, own_N)
-        tokens = difference.tokens
+        tokens, limit = difference.tokens, config.importance_limit
         return {
             **({"kl": sums["kl"] / tokens} if self._reference is not None else {}),
             "entropy": sums["entropy"] / tokens,
             "clipped": sums["clipped"] / tokens,
+            **({} if limit is None else {name: sums[name] / tokens for name in ("weight_mean", "weight_truncated")}),
             "grad_norm": sums["grad_norm"],
             **{f"delta_{name}": value for name, value in difference._asdict().items()},
             "delta_kl": estimate_kl(engine_N, own_N),
@@ -199,6 +200,7 @@ class RLTrainer:
         """Compute the loss of a micro-batch, and add what is measured of its tokens."""
         config, mask_BT = self.config, part.mask
         limit = config.importance_limit
+        weights_BT = None if limit is None else importance_weights(old_BT, part.engine, limit)
         found = token_losses(
             new_BT,
             old_BT,
@@ -206,10 +208,13 @@ class RLTrainer:
             config.clip,
             reference_BT=None if self._reference is None else _no_grad_log_probs(self._reference, part),
             kl_coefficient=config.kl_coefficient,
-            weights_BT=None if limit is None else importance_weights(old_BT, part.engine, limit),
+            weights_BT=weights_BT,
         )
         sums["clipped"] += float(found.is_clipped[mask_BT].sum())
         sums["entropy"] -= float(old_BT[mask_BT].double().sum())
+        if weights_BT is not None:
+            sums["weight_mean"] += float(weights_BT[mask_BT].double().sum())
+            sums["weight_truncated"] += float((weights_BT[mask_BT] == weights_BT.new_tensor(limit)).sum())
         if found.kl is not None:
             sums["kl"] += float(found.kl.detach()[mask_BT].double().sum())
         return completion_mean(found.loss, mask_BT)

@@ -54,6 +54,12 @@ def test_with_another_recipe_the_differences_are_measured_and_can_be_corrected(u
     assert all(0 < line["delta_kl"] < line["delta_largest"] for line in lines)
     assert lines[0]["delta_equal"] < lines[0]["delta_tokens"]
     assert lines[0]["grad_norm"] != lines[1]["grad_norm"]
+    assert "weight_mean" not in lines[0]
+
+
+def test_importance_weights_of_equal_bits_are_reported_as_one(exact_folder, reward_file):
+    lines = [make_trainer(exact_folder, reward_file, importance_limit=limit).step() for limit in (1.5, 0.5)]
+    assert [(line["weight_mean"], line["weight_truncated"]) for line in lines] == [(1, 0), (0.5, 1)]
 
 
 def test_equal_rewards_change_nothing_at_the_beginning(exact_folder, tmp_path):
