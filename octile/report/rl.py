@@ -42,6 +42,7 @@ CURVES = {
     "entropy": _Curve("Entropy", "nats per token", "The entropy of the policy, estimated by its own samples,"),
     "delta_largest": _Curve("Δ log-prob", "nats", "The largest difference of a log-probability in engine and trainer"),
     "grad_norm": _Curve("Gradient norm", "norm before clipping", "The norm of the gradient"),
+    "equal_groups": _Curve("Equal groups", "share", "The share of groups whose rewards are all equal"),
     "clipped": _Curve("Clipped tokens", "share", "The share of tokens whose ratio was clipped"),
 }
 

@@ -34,6 +34,8 @@ class RLProgress:
         self._seconds += line["sampling_seconds"] + line["training_seconds"]
         kl = f" · KL {line['kl']:.3f}" if "kl" in line else ""
         text = f"reward {line['reward']:.3f} · {line['length']:.1f} tokens{kl} · entropy {line['entropy']:.3f}"
+        if line["equal_groups"] == 1:  # only the penalty trains
+            text += " · equal rewards in each group"
         self._bar.update(self._task, completed=number, description=text)
         if self._console.console.is_terminal or (number % self._every and number != 1):
             return
@@ -66,6 +68,7 @@ def summarize(lines: Sequence[Metrics]) -> Metrics:
         "first_reward": lines[0]["reward"],
         "last_reward": fmean(line["reward"] for line in last),
         "last_steps": len(last),
+        "equal_groups": fmean(line["equal_groups"] for line in lines),
         "seconds": lines[-1]["seconds"],
         "tokens": lines[-1]["tokens"],
         "different_log_probs": sum(deltas),
@@ -79,6 +82,10 @@ def print_result(console: RunConsole, run: Path, summary: Metrics, prompt: str, 
         f"reward: {summary['first_reward']:.3f} in step 1, {summary['last_reward']:.3f} in the mean of the last "
         f"{summary['last_steps']} steps, after {format_duration(summary['seconds'])} of steps"
     )
+    if summary["equal_groups"] == 1:
+        console.print(
+            "groups: in each step all completions of a prompt had equal rewards, so no reward has trained the model"
+        )
     console.print(
         f"log-probabilities: {summary['different_log_probs']:,} of {summary['tokens']:,} tokens have other bits in "
         f"sampling than in training, by up to {summary['largest_difference']:.2g} nats"

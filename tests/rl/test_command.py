@@ -16,6 +16,7 @@ def test_a_run_prints_its_result_and_is_resumed(capsys, exact_folder, reward_fil
     assert (code, err) == (0, "")
     assert "step 1/1: reward " in text
     assert "engine: exact, on cpu" in text
+    assert "equal rewards" not in text
     assert "tokens have other bits in sampling than in training, by up to 0 nats" in text
     assert f"model:  {out / 'model'}" in text
     code, text, err = call(capsys, "rl", "--resume", "--out", str(out), "--steps", "2")
@@ -43,6 +44,17 @@ def test_the_folder_of_a_run_is_chosen_by_the_name_of_its_model(
     assert code == 0
     assert "exact-rl, the newest run" in err
     assert "run folder: runs/exact-rl-rl" in text
+
+
+@pytest.mark.slow
+def test_a_run_says_where_no_reward_can_train(capsys, exact_folder, tmp_path):
+    file = tmp_path / "reward.py"
+    file.write_text("def reward(prompt, completion, answer):\n    return 1\n")
+    options = ("--reward", str(file), "--out", str(tmp_path / "run"), *FEW)
+    code, text, _ = call(capsys, "rl", str(exact_folder), *options)
+    assert code == 0
+    assert " · equal rewards in each group · " in text
+    assert "groups: in each step all completions of a prompt had equal rewards, so no reward has trained" in text
 
 
 @pytest.mark.one_case
