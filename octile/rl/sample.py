@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,7 +43,6 @@ def sampling_seeds(seed: int, step: int, count: int) -> list[int]:
 def sample_groups(
     engine: Engine,
     tokenizer: Tokenizer,
-    end_tokens: Collection[int],
     prompts: Sequence[Prompt],
     group_size: int,
     max_new_tokens: int,
@@ -51,13 +50,9 @@ def sample_groups(
 ) -> list[Completion]:
     """Sample completions at temperature 1, all of them at once.
 
-    The engine goes on after an end-of-text token, and is canceled here, since it reports no log-probability of a token
-    that ends a text.
-
     Args:
         engine: without requests.
         tokenizer: encodes prompts and decodes completions.
-        end_tokens: the end-of-text tokens.
         prompts: what is continued.
         group_size: completions of each prompt.
         max_new_tokens: maximum number of tokens of a completion.
@@ -75,7 +70,7 @@ def sample_groups(
     for prompt in prompts:
         prompt_tokens = tokenizer.encode_prompt(prompt.prompt)
         for _ in range(group_size):
-            sampling = Sampling(max_new_tokens, 1.0, seed=next(numbers), ignore_eos=True, logprobs=0)
+            sampling = Sampling(max_new_tokens, 1.0, seed=next(numbers), logprobs=0)
             found[engine.add(prompt_tokens, sampling).id] = Completion(prompt, prompt_tokens)
     while engine.has_work:
         for output in engine.step():
@@ -84,9 +79,10 @@ def sample_groups(
             completion = found[output.request_id]
             completion.tokens += output.tokens
             completion.log_probs += [each.logprob for each in output.logprobs]
-            if completion.tokens[-1:] and completion.tokens[-1] in end_tokens:
+            if output.end_token is not None and output.end_logprobs is not None:
+                completion.tokens.append(output.end_token)
+                completion.log_probs.append(output.end_logprobs.logprob)
                 completion.is_ended = True
-                engine.cancel(output.request_id)
     for completion in found.values():
         completion.text = tokenizer.decode(completion.tokens[: len(completion.tokens) - completion.is_ended])
     return list(found.values())

@@ -106,8 +106,7 @@ class RLTrainer:
             batch_invariant=self.is_exact,
         )
         self._tokenizer = opened.tokenizer
-        self._end_tokens = {opened.tokenizer.end, *runner.end_tokens, *opened.generation.end_tokens}
-        self.engine = Engine(runner, opened.tokenizer, EngineConfig(count))
+        self.engine = Engine(runner, opened.tokenizer, EngineConfig(count), end_tokens=opened.generation.end_tokens)
         self.steps_done, self.seconds, self.tokens = 0, 0.0, 0
         self.is_between_steps = True
         self.last: list[ScoredCompletion] = []
@@ -124,7 +123,6 @@ class RLTrainer:
         completions = sample_groups(
             self.engine,
             self._tokenizer,
-            self._end_tokens,
             prompts,
             config.group_size,
             config.max_new_tokens,

@@ -27,8 +27,8 @@ def sample(
 ) -> list[Completion]:
     runner = ModelRunner(model, 32, batch_invariant=True)
     runner.max_ahead = max_ahead
-    engine = Engine(runner, tokenizer, EngineConfig(4))
-    found = sample_groups(engine, tokenizer, end_tokens, prompts, group_size, n_new, seeds)
+    engine = Engine(runner, tokenizer, EngineConfig(4), end_tokens=end_tokens)
+    found = sample_groups(engine, tokenizer, prompts, group_size, n_new, seeds)
     assert (engine.stats().steps_ahead > 0) == (max_ahead > 0)
     assert not engine.has_work
     return found
