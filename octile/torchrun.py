@@ -29,3 +29,19 @@ def check_one_process(command: str) -> None:
             f"{command} runs in one process, but torchrun has started {count_ranks()} (WORLD_SIZE): start it with "
             "--nproc-per-node 1, or without torchrun"
         )
+
+
+def check_rendezvous() -> None:
+    """Refuse several processes that cannot find one another, such as those that another launcher has started.
+
+    Raises:
+        ValueError: a variable that torchrun sets is missing.
+    """
+    names = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+    if count_ranks() > 1 and (missing := [name for name in names if not os.environ.get(name)]):
+        verb = "is" if len(missing) == 1 else "are"
+        raise ValueError(
+            f"WORLD_SIZE is {count_ranks()}, but {' and '.join(missing)} {verb} not set: start the ranks with "
+            "torchrun, or set for each what torchrun sets: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, "
+            "MASTER_ADDR and MASTER_PORT"
+        )

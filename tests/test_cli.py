@@ -864,6 +864,16 @@ NOT_RUN = {  # torchrun's environment, and arguments: the message
         ["--parallel.dp=2", "--recipe=fp8_lm"],
         "recipe fp8_lm needs one rank, not --parallel.dp 2",
     ),
+    "no rank": (
+        {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
+        ["--parallel.dp=2"],
+        "octile: WORLD_SIZE is 2, but RANK is not set: start the ranks with torchrun, or set for each",
+    ),
+    "no address": (
+        {"WORLD_SIZE": "2", "RANK": "0"},
+        ["--parallel.dp=2"],
+        "octile: WORLD_SIZE is 2, but MASTER_ADDR and MASTER_PORT are not set: start the ranks with torchrun",
+    ),
 }
 
 

@@ -29,6 +29,7 @@ from octile.parallel.device import pick_own_device
 from octile.parallel.ranks import Ranks, RanksError, explain, join, leave, will_restart
 from octile.report.run.spikes import SpikeDetector, SpikeState
 from octile.signals import Stopped, stop_requests
+from octile.torchrun import check_rendezvous
 from octile.train.config import TrainConfig
 from octile.train.data.examples import is_examples
 from octile.train.data.open import check_data, check_prompt, open_tokens, print_passes
@@ -158,6 +159,7 @@ def train(config: TrainConfig, resume: bool, console: RunConsole, hook: RunHook 
     if not resume:  # the recipe of a resumed run is in its folder
         fine_tune.check_examples(config)
         check_recipe(config)
+    check_rendezvous()
     if config.checkpoints is not None and "://" not in config.checkpoints:  # a resumed run may begin elsewhere
         config = replace(config, checkpoints=os.path.abspath(config.checkpoints))
     ranks = join(device, config.parallel.timeout)
