@@ -19,7 +19,7 @@ from octile.options import Given
 from octile.parallel.schedules import SCHEDULES, Costs, StageCosts
 from octile.plan.exchange import experts_at_equal_cost
 from octile.plan.hardware import Cluster, read_cluster
-from octile.plan.layout import Layout, ScheduleName
+from octile.plan.layout import Layout, Masters, ScheduleName
 from octile.plan.memory import why_not_fitting
 from octile.plan.replicas import ReplicaTimes, Scatter, simulate_replicas
 from octile.plan.schedule import compare_schedules, simulate_all
@@ -34,6 +34,11 @@ from octile.validation import Range, check_fields
 
 SHOWN = 8  # layouts of a search that are printed
 SEQUENCES_PER_GPU = 8  # of a batch where none is published
+WEIGHTS: dict[Masters, str] = {
+    "sharded": "weights: BF16 on every rank, FP32 masters sharded; octile train has FP32 on every rank "
+    "(--masters replicated)",
+    "replicated": "weights: FP32 on every rank, as octile train has them",
+}
 Count = Annotated[int, Range(at_least=1, at_most=2**24)]
 
 
@@ -58,6 +63,8 @@ class Options:
         micro_batch_size: sequences of a micro-batch on one rank.
         sequence_length: tokens of a sequence.
         optimizer: adamw, or muon for the matrices of the layers (`octile train --optim.name`).
+        masters: sharded: weights in BF16 on every rank, FP32 masters divided among ranks, as published; replicated:
+            FP32 weights on every rank, as `octile train` has them.
         scatter: how the GPUs' times differ from the planned ones: simulated if anything is given.
         out: the picture of the step to write, .svg or .png.
         trace: the Chrome trace of the step to write.
@@ -75,6 +82,7 @@ class Options:
     micro_batch_size: Count | None = None
     sequence_length: Count | None = None
     optimizer: Literal["adamw", "muon"] = "adamw"
+    masters: Masters = "sharded"
     scatter: Scatter = field(default_factory=Scatter)
     out: Path = Path("plan/step.svg")
     trace: Path = Path("plan/trace.json")
@@ -178,7 +186,7 @@ def make_plan(options: Options) -> Result:
     published = cluster.published(options.preset) if options.model is None and cluster.gpus == whole else None
     length = min(Layout.sequence_length, model.max_position_embeddings)
     default = published or Layout(batch_size=SEQUENCES_PER_GPU * cluster.gpus, sequence_length=length)
-    default = replace(default, optimizer=options.optimizer)
+    default = replace(default, optimizer=options.optimizer, masters=options.masters)
     given = options.layout
     plan = None
     if published is not None and not given:
@@ -274,7 +282,7 @@ def _print(title: str, result: Result) -> None:
     n_micro = layout.micro_batches(cluster)
     line(
         f"DP{layout.dp(cluster)}, {n_micro:,} micro-batch{'es' * (n_micro != 1)} of {layout.micro_batch_tokens:,} "
-        f"tokens, {plan.tokens:,} tokens a step"
+        f"tokens, {plan.tokens:,} tokens a step\n{WEIGHTS[layout.masters]}"
     )
     price = plan.dollars_per_trillion_tokens
     rows = [

@@ -12,6 +12,7 @@ from octile.validation import Range, check_fields
 
 Count = Annotated[int, Range(at_least=1, at_most=2**24)]
 ScheduleName = Literal["gpipe", "1f1b", "zb1p", "dualpipe", "dualpipev", "chimera"]
+Masters = Literal["sharded", "replicated"]
 
 _make_schedule = lru_cache(make_schedule)  # a search asks for the same ones again and again
 
@@ -57,7 +58,7 @@ class Layout:
     micro_batch_size: Count = 1
     sequence_length: Count = 4096
     recompute: bool = True
-    masters: Literal["sharded", "replicated"] = "sharded"
+    masters: Masters = "sharded"
     optimizer: Literal["adamw", "muon"] = "adamw"
     spare_rows: Annotated[float, Range(at_least=0)] = 0.0
     is_balanced: bool = False

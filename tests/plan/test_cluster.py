@@ -42,6 +42,29 @@ def test_the_schedules_of_the_json_have_their_units_in_their_keys(capsys, folder
     assert [schedules[name]["parameter_copies"] for name in ("1F1B", "DualPipe")] == [1, 2]
 
 
+def test_replicated_masters_are_weights_of_twice_the_bytes_on_every_rank(capsys, folder):
+    options = ("--preset", "tiny", "--cluster", "h200_8", "--pp", "2", "--ep", "4", "--micro-batch-size", "1", "--json")
+    sharded, replicated = (
+        json.loads(call(capsys, "plan", "cluster", *options, "--masters", masters)[1])
+        for masters in ("sharded", "replicated")
+    )
+    assert replicated["layout"]["masters"] == "replicated"
+    assert replicated["memory_bytes"]["weights"] == pytest.approx(2 * sharded["memory_bytes"]["weights"])
+    assert replicated["memory_bytes"]["moments"] < sharded["memory_bytes"]["moments"]
+
+
+@pytest.mark.parametrize(
+    ("masters", "line"),
+    [
+        ("sharded", "weights: BF16 on every rank, FP32 masters sharded; octile train has FP32 on every rank"),
+        ("replicated", "weights: FP32 on every rank, as octile train has them"),
+    ],
+)
+def test_a_plan_says_how_ranks_hold_the_weights(masters, line, capsys, folder):
+    options = ("--preset", "tiny", "--cluster", "h200_8", "--pp", "2", "--ep", "4", "--micro-batch-size", "1")
+    assert line in call(capsys, "plan", "cluster", *options, "--masters", masters)[1]
+
+
 @pytest.mark.slow
 def test_actions_of_microseconds_are_not_rounded_to_nothing(capsys, folder):
     options = ("--preset", "tiny", "--cluster", "h200_8", "--pp", "2", "--batch-size", "8", "--sequence-length", "64")
