@@ -178,14 +178,21 @@ def _parse(line: bytes) -> dict[str, Any]:
         (lacking,) = {"prompt", "completion"} - pair
         raise ValueError(f"has no {lacking}; it has {', '.join(map(repr, row))}")
     for name, value in read.items():
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            code = ord(error.object[error.start])
-            raise ValueError(
-                f"{name} must be text that UTF-8 can encode, but has a lone surrogate, \\u{code:x}"
-            ) from None
+        check_encodable(name, value)
     return read
+
+
+def check_encodable(name: str, value: object) -> None:
+    """Refuse a value of JSON whose text UTF-8 cannot encode.
+
+    Raises:
+        ValueError: it has a lone surrogate; names `name`.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        code = ord(error.object[error.start])
+        raise ValueError(f"{name} must be text that UTF-8 can encode, but has a lone surrogate, \\u{code:x}") from None
 
 
 def _read(
@@ -213,14 +220,7 @@ def _read(
 def _conversation(
     row: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate
 ) -> tuple[list[int], list[bool], list[int], int]:
-    messages, tools, variables = row["messages"], row.get("tools") or [], row.get("chat_template_kwargs") or {}
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"messages must be a list of at least one message, not {quoted(messages)}")
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError(f"tools must be a list of objects, not {quoted(tools)}")
-    if not isinstance(variables, dict):
-        raise ValueError(f"chat_template_kwargs must be an object, not {quoted(variables)}")
-    read = [_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+    read, tools, variables = read_messages(row)
     tokens, has_loss = template.conversation(read, tools, variables)
     if template.is_plain and read[-1]["role"] == "assistant":  # a plain template does not end a text
         tokens, has_loss = [*tokens, tokenizer.end], [*has_loss, True]
@@ -230,6 +230,22 @@ def _conversation(
     if not answers:
         return tokens, has_loss, tokens, n_empty
     return tokens, has_loss, template.prompt(read[: answers[0]], Rendering(tools, variables)).tokens, n_empty
+
+
+def read_messages(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
+    """The messages of a row as chat templates read them, its tools, and the template's further variables.
+
+    Raises:
+        ValueError: a field is not what it must be.
+    """
+    messages, tools, variables = row["messages"], row.get("tools") or [], row.get("chat_template_kwargs") or {}
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"messages must be a list of at least one message, not {quoted(messages)}")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"tools must be a list of objects, not {quoted(tools)}")
+    if not isinstance(variables, dict):
+        raise ValueError(f"chat_template_kwargs must be an object, not {quoted(variables)}")
+    return [_message(f"messages[{i}]", message) for i, message in enumerate(messages)], tools, variables
 
 
 def _is_empty(message: Mapping[str, Any]) -> bool:
