@@ -29,8 +29,8 @@ class RLConfig:
     Attributes:
         model: a run or a Hugging Face folder, FP8 or BF16, with whose weights and tokenizer the run begins; the newest
             run under runs/ if not given.
-        prompts: a JSONL file of prompts: a line is an object with "prompt" and "answer". If not given, additions of
-            numbers of two digits, as in `octile train --data arithmetic`.
+        prompts: a JSONL file of prompts: a line is an object with "prompt" or "messages", and "answer". If not given,
+            additions of numbers of two digits, as in `octile train --data arithmetic`.
         reward: a Python file that defines reward(prompt, completion, answer), which returns a number. If not given, 0.9
             for the right answer after </think> and 0.1 for the format <think>…</think> and an answer.
         steps: sampling steps; each samples completions, scores them, and trains on them.

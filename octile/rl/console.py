@@ -11,6 +11,7 @@ from statistics import fmean
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from octile.command_text import quoted_path
+from octile.rl.prompts import Prompt
 from octile.text import format_duration
 from octile.train.run.console import LOG_LINES, RunConsole
 from octile.train.run.metrics import Metrics
@@ -76,7 +77,7 @@ def summarize(lines: Sequence[Metrics]) -> Metrics:
     }
 
 
-def print_result(console: RunConsole, run: Path, summary: Metrics, prompt: str, report: Path) -> None:
+def print_result(console: RunConsole, run: Path, summary: Metrics, prompt: Prompt, report: Path) -> None:
     """Print what a run has reached, and where its results are."""
     console.print(
         f"reward: {summary['first_reward']:.3f} in step 1, {summary['last_reward']:.3f} in the mean of the last "
@@ -92,6 +93,9 @@ def print_result(console: RunConsole, run: Path, summary: Metrics, prompt: str, 
     )
     console.print(f"model:  {run / 'model'}")
     console.print(f"report: {report}")
-    is_short = len(prompt) <= MAX_PROMPT and not prompt.startswith("-")
-    text = shlex.quote(prompt) if is_short else "TEXT"
+    if prompt.tokens is not None:  # a conversation, whose special tokens would be text there
+        console.print(f"chat:   octile serve {quoted_path(run)}")
+        return
+    is_short = len(prompt.prompt) <= MAX_PROMPT and not prompt.prompt.startswith("-")
+    text = shlex.quote(prompt.prompt) if is_short else "TEXT"
     console.print(f"more:   octile generate {quoted_path(run)} --prompt {text} --temperature 1")

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from octile.atomic_files import write_json, write_text
+from octile.chat.template import ChatTemplate
 from octile.checkpoint.files import explaining_failures
 from octile.extras import require
 from octile.parallel.device import pick_device
@@ -72,8 +73,8 @@ def train(config: RLConfig, resume: bool, console: RunConsole) -> Path:
     source = config.out / START if resume and config.out is not None else config.model
     assert source is not None
     config = continued(read_config(source.parent), config) if resume else config.with_digests()
-    prompts, rewards = open_prompts(config), Rewards(config.reward)
     folder = Folder.open(source)
+    prompts, rewards = open_prompts(config, folder), Rewards(config.reward)
     check_length(folder, longest_prompt(folder, prompts), config.max_new_tokens)
     run = RunFolder(source.parent) if resume else create_folder(config)
     run.check_folders()
@@ -95,13 +96,15 @@ def _how_to_continue(config: RLConfig, run: RunFolder) -> str:
     return f"to continue: {config.resume_command}"
 
 
-def open_prompts(config: RLConfig) -> Prompts:
-    """Return the prompts that a configuration names.
+def open_prompts(config: RLConfig, folder: Folder) -> Prompts:
+    """Return the prompts that a configuration names, for the model of a folder.
 
     Raises:
-        FileNotFoundError, ValueError: as for `FilePrompts`.
+        FileNotFoundError, ValueError: as for `FilePrompts`; or the folder has a chat template that cannot be read.
     """
-    return ArithmeticPrompts(config.seed) if config.prompts is None else FilePrompts(config.prompts, config.seed)
+    if config.prompts is None:
+        return ArithmeticPrompts(config.seed)
+    return FilePrompts(config.prompts, config.seed, ChatTemplate.load(folder.path, folder.tokenizer))
 
 
 def _train(
@@ -159,7 +162,7 @@ def _train(
     write_json(run.summary_file, summary)
     report = run.path / "report.html"
     write_text(report, render_rl_report(f"octile rl · {run.path.name}", steps, texts, summary, config.to_values()))
-    print_result(console, run.path, summary, prompts.of_step(0, 1)[0].prompt, report)
+    print_result(console, run.path, summary, prompts.of_step(0, 1)[0], report)
     return run.path
 
 

@@ -68,7 +68,7 @@ def sample_groups(
     found: dict[int, Completion] = {}
     numbers = iter(seeds)
     for prompt in prompts:
-        prompt_tokens = tokenizer.encode_prompt(prompt.prompt)
+        prompt_tokens = tokenizer.encode_prompt(prompt.prompt) if prompt.tokens is None else [*prompt.tokens]
         for _ in range(group_size):
             sampling = Sampling(max_new_tokens, 1.0, seed=next(numbers), logprobs=0)
             found[engine.add(prompt_tokens, sampling).id] = Completion(prompt, prompt_tokens)

@@ -250,8 +250,10 @@ def _no_grad_log_probs(model: DeepseekV3, part: Batch) -> Tensor:
 
 def longest_prompt(folder: Folder, prompts: Prompts) -> int:
     """Return the tokens of the longest prompt, with those that begin it."""
-    tokenizer = folder.tokenizer
-    return max(len(tokenizer.prefix) + max(map(len, tokenizer.encode_batch(list(prompts.longest())))), 1)
+    tokenizer, longest = folder.tokenizer, prompts.longest()
+    texts = tokenizer.encode_batch([prompt.prompt for prompt in longest if prompt.tokens is None])
+    conversations = [len(prompt.tokens) for prompt in longest if prompt.tokens is not None]
+    return max(1, *(len(tokenizer.prefix) + len(text) for text in texts), *conversations)
 
 
 def check_length(folder: Folder, longest: int, max_new_tokens: int) -> None:

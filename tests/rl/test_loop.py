@@ -20,6 +20,7 @@ from octile.rl.run import read_config, write_start
 from octile.serve.engine.request import Sampling
 from octile.serve.generate import generate_from
 from octile.signals import Stopped
+from octile.train.run.console import RunConsole
 from octile.train.run.folder import RunFolder
 from octile.train.run.metrics import read_lines
 from tests.forked_command import ForkedCommand
@@ -304,3 +305,16 @@ def test_prompts_of_a_file_are_sampled(config, tmp_path):
     run = loop.train(replace(config, prompts=file, steps=1, out=tmp_path / "run"), False, silent_console())
     texts = next(line["texts"] for line in read_lines(run / "metrics.jsonl") if "texts" in line)
     assert sorted(text["prompt"] for text in texts) == ["1 +", "3 4"]
+
+
+def test_conversations_of_a_file_are_written_by_the_models_chat_template(config, tmp_path, capsys):
+    model, file = tmp_path / "model", tmp_path / "prompts.jsonl"
+    shutil.copytree(config.model, model)
+    (model / "chat_template.jinja").write_text("<|begin|>{{ messages[0].content }} =")
+    file.write_text('{"messages": [{"role": "user", "content": "1 + 1"}], "answer": "2"}\n')
+    config = replace(config, model=model, prompts=file, prompts_per_step=1, steps=1, out=tmp_path / "run")
+    run = loop.train(config, False, RunConsole())
+    (text,) = next(line["texts"] for line in read_lines(run / "metrics.jsonl") if "texts" in line)
+    assert text["prompt"] == "<|begin|>1 + 1 ="
+    assert (run / "model" / "chat_template.jinja").exists()
+    assert f"chat:   octile serve {run}" in capsys.readouterr().out

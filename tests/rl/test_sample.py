@@ -46,6 +46,12 @@ def test_completions_are_in_the_order_of_their_groups_and_have_the_models_log_pr
         assert (len(c.tokens), c.is_ended) == (12, False)
 
 
+def test_a_conversation_is_continued_after_its_tokens(model, tokenizer):
+    tokens = (tokenizer.begin, *tokenizer.encode("1 +"))
+    (completion,) = sample(model, tokenizer, set(), [0], [Prompt("<|begin|>1 +", "", tokens)], group_size=1, n_new=2)
+    assert completion.prompt_tokens == [*tokens]
+
+
 @pytest.mark.slow
 def test_an_end_of_text_token_ends_a_completion_and_is_one_of_its_tokens(model, tokenizer):
     seeds = sampling_seeds(0, 0, 6)

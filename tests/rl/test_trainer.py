@@ -209,9 +209,12 @@ def test_the_first_completion_of_each_prompt_is_stored_with_its_reward(exact_fol
 def test_a_context_that_is_too_short_is_refused(exact_folder, reward_file, monkeypatch):
     with pytest.raises(ValueError, match="max_new_tokens must be at most 505 after the longest prompt of 7 tokens"):
         make_trainer(exact_folder, reward_file, max_new_tokens=506)
-    monkeypatch.setattr(ArithmeticPrompts, "longest", lambda self: ["1 " * 600])
+    monkeypatch.setattr(ArithmeticPrompts, "longest", lambda self: [Prompt("1 " * 600, "")])
     with pytest.raises(ValueError, match=r"prompts must leave room for completions .* of 512 tokens, but the longest"):
         make_trainer(exact_folder, reward_file, max_new_tokens=1)
+    monkeypatch.setattr(ArithmeticPrompts, "longest", lambda self: [Prompt("", "", (1,) * 511), Prompt("1", "")])
+    with pytest.raises(ValueError, match="max_new_tokens must be at most 1 after the longest prompt of 511 tokens"):
+        make_trainer(exact_folder, reward_file, max_new_tokens=2)
 
 
 def test_gradients_that_are_not_finite_stop_the_run_before_the_update(exact_folder, reward_file, monkeypatch):
