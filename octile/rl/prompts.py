@@ -123,9 +123,8 @@ def _read(line: bytes, where: str, template: ChatTemplate) -> Prompt:
             check_encodable(name, value.get(name))
         if is_chat:
             return _conversation(value, template)
-    except (ValueError, RecursionError) as error:
-        why = "its objects and lists are nested too deeply" if isinstance(error, RecursionError) else error
-        raise ValueError(f"{where}: {why}") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
     return Prompt(value["prompt"], value["answer"])
 
 
