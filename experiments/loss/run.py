@@ -6,11 +6,12 @@
     python -m experiments.loss.run STORE OUT --jobs rate-bf16-2,…      runs only these and those that they continue from
 
 Each run has its own process. A GPU has one run, or `--share` runs if all are of the groups or sizes that `--together`
-names. Jobs start in the order of the list, or of `--jobs`. A job that would not end in time, judged by the speed of
-similar runs, is skipped for a shorter one. A job that continues from another waits for the weights and moments that it
-saves. At the deadline no job starts any more, and running ones are asked to stop and write what they have. A job that
-fails does not affect the others: the end of its log is recorded. If it had made steps, it is started once more, since
-GPUs fail, too; JOB.failed.gz and JOB.failed.log are those of the first time. OUT/JOB.json.gz is a run's result
+names; the next run starts up while the one before it makes its last steps and is evaluated. Jobs start in the order of
+the list, or of `--jobs`. A job that would not end in time, judged by the speed of similar runs, is skipped for a
+shorter one. A job that continues from another waits for the weights and moments that it saves. At the deadline no job
+starts any more, and running ones are asked to stop and write what they have. A job that fails does not affect the
+others: the end of its log is recorded. If it had made steps, it is started once more, since GPUs fail, too;
+JOB.failed.gz and JOB.failed.log are those of the first time. OUT/JOB.json.gz is a run's result
 (`experiments.loss.job`), OUT/JOB.log its output. A job that both `--known` and `--jobs` name is run again.
 """
 
@@ -32,6 +33,7 @@ from experiments.loss.runs import read_result, read_runs, result_file, write_res
 from octile.report.machine import machine
 
 OVERHEAD_SECONDS = 45.0  # estimated time before the first step and after the last
+STARTUP_SECONDS = 15.0  # before the last step of a run, from which on the next one may start up on its GPU
 STOP_SECONDS = 60.0  # how long a stopped run may take to write its result
 LOG_LINES = 30  # of a failed run, in its result
 
@@ -130,7 +132,18 @@ class Queue:
         return 1 if {job.size, job.group} & self.together else self.slots
 
     def _free_slots(self, gpu: int) -> int:
-        return self.slots - sum(running.slots for running in self.running if running.gpu == gpu)
+        return self.slots - sum(
+            running.slots for running in self.running if running.gpu == gpu and not self._is_ending(running)
+        )
+
+    def _is_ending(self, running: Running) -> bool:
+        """Whether a run has at most STARTUP_SECONDS of training left, by the speed of its last line."""
+        file, job = result_file(self.out, running.job.name), running.job
+        result = read_result(file) if file.exists() else {}
+        if not (result.get("steps") and (asked := result.get("facts", {}).get("steps_asked"))):
+            return False
+        left = job.until - result["steps"][-1] / asked
+        return left * job.tokens <= STARTUP_SECONDS * result["speed"][-1]
 
     def _gpu_for(self, job: Job) -> int | None:
         """Return the GPU with the most free slots, or None if they are too few for the job."""

@@ -122,6 +122,25 @@ def test_as_many_jobs_share_a_gpu_as_are_allowed(queue, options, expected):
             running.process.wait()
 
 
+@pytest.mark.parametrize(("steps", "until", "expected"), [(70, 1.0, 1), (90, 1.0, 2), (20, 0.4, 1), (30, 0.4, 2)])
+def test_the_next_run_of_a_gpu_starts_up_during_the_last_seconds_of_a_run(queue, steps, until, expected):
+    first = replace(SMALL, name="first", tokens=1e7, until=until)  # 100 steps of 1e5 tokens, one a second
+    q = queue([first], store="slow")
+    try:
+        q._start_ready_jobs()
+        while not result_file(q.out, "first").exists():
+            time.sleep(0.01)
+        known = {"job": first.to_json(), "facts": {"steps_asked": 100}, "steps": [steps], "speed": [1e5]}
+        write_result(result_file(q.out, "first"), known)
+        q.deadline, q.waiting = time.time() + 200, [SMALL, FAILS]
+        q._start_ready_jobs()
+        assert len(q.running) == expected
+    finally:
+        for running in q.running:
+            running.process.kill()
+            running.process.wait()
+
+
 def test_a_run_that_shared_its_gpu_is_marked(queue):
     q = queue([SMALL, FAILS, LARGE], together=["30m"])
     q.run()
