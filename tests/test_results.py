@@ -16,7 +16,7 @@ import pytest
 from experiments.loss.look import verdict
 from experiments.loss.noise import pairs_of
 from experiments.loss.plans import PLANS
-from experiments.loss.power import LOOKS, interval_after
+from experiments.loss.power import LOOKS, interval_after, pairs_needed, power
 from experiments.loss.report import BAR, Results, gap
 from experiments.loss.runs import read_runs
 from octile.report.compare.intervals import student_interval
@@ -321,6 +321,7 @@ def test_the_result_of_the_plan_at_81m_is_that_of_its_files(row, seeds, looks):
         ("planned-30m-muon", "deepseek_v3", "**`deepseek_v3`**", "FP8 is below BF16 in"),
         ("planned-30m-muon", "without_fprop", "the control `without_fprop`", "`without_fprop` in"),
         ("planned-80m-muon", "deepseek_v3", "**`deepseek_v3`**", "FP8 is below BF16 in"),
+        ("planned-150m", "deepseek_v3", "**`deepseek_v3`**", "FP8 is below BF16 in"),
     ],
 )
 def test_the_result_of_a_plan_is_that_of_its_files(plan, recipe, row, below):
@@ -359,9 +360,15 @@ def test_the_losses_of_both_optimizers_at_35m_are_those_of_their_runs():
     assert f"end at {muon:.2f} nats a token, in BF16 with AdamW at {adamw:.2f}" in page("docs/muon.md")
 
 
-@pytest.mark.parametrize("name", ["docs/results/loss.md", "docs/faq.md", "docs/muon.md"])
-def test_the_interval_at_35m_stands_on_all_pages(name):
-    assert span(planned_gaps("planned-30m", "deepseek_v3")) in page(name)
+@pytest.mark.parametrize(
+    ("plan", "name"),
+    [
+        *(("planned-30m", f"docs/{name}.md") for name in ("results/loss", "faq", "muon")),
+        *(("planned-150m", f"docs/{name}.md") for name in ("results/loss", "faq")),
+    ],
+)
+def test_the_intervals_with_adamw_stand_on_all_pages(plan, name):
+    assert span(planned_gaps(plan, "deepseek_v3")) in page(name)
 
 
 def test_the_deviation_of_a_pair_at_35m_stands_on_all_pages():
@@ -391,8 +398,17 @@ def test_the_control_near_the_bar_is_found_by_the_text_alone():
 def test_the_pairs_from_scratch_of_the_largest_size():
     gaps = loss("one-rounding/runs").gaps("core", "150m", "deepseek_v3")
     first, second = map(percent, gaps)
-    assert f"Two seeds, {first} and {second}, say nothing about the bar" in page("docs/results/loss.md")
-    assert f"Two seeds at 143M end at {first} and {second}." in page("README.md")
+    text = f"Two seeds with the usual rate, {first} and {second}, say nothing about the bar"
+    assert text in page("docs/results/loss.md")
+
+
+def test_the_pairs_that_the_deviation_at_143m_asks_for():
+    deviation = stdev(planned_gaps("planned-150m", "deepseek_v3"))
+    pairs = pairs_needed(0.0, deviation)
+    text = f"With this deviation, {100 * deviation:.2f}% a pair, {pairs} pairs are needed."
+    assert text in page("docs/results/loss.md")
+    record = page("experiments/loss/planned/README.md")
+    assert f"nine pairs show the bar with a probability of {power(9, 0.0, deviation):.0%}" in record
 
 
 @pytest.mark.parametrize(

@@ -644,9 +644,9 @@ GAP_HEAD = ["active parameters", "tokens", "FP8 in", "seeds", "mean gap", "95%: 
 
 def gaps() -> Rows:
     """The gaps since the four corrections."""
-    adamw, muon, muon_81m = (
+    adamw, adamw_143m, muon, muon_81m = (
         {recipe: planned_gaps(plan, recipe) for recipe in PLANS[plan].recipes}
-        for plan in ("planned-30m", "planned-30m-muon", "planned-80m-muon")
+        for plan in ("planned-30m", "planned-150m", "planned-30m-muon", "planned-80m-muon")
     )
     r, blocks = runs("one-rounding/runs"), runs("../wgrad_blocks/loss/runs")
     scratch, of_81m = "all steps", r.gaps("core", "80m", "deepseek_v3")
@@ -655,6 +655,7 @@ def gaps() -> Rows:
         _gap_row("81M", "100M", scratch, of_81m, len(LOOKS["core", "80m", len(of_81m)])),
         _gap_row("35M", "100M", f"{scratch}, the rate falls to zero", adamw["deepseek_v3"]),
         _gap_row("35M", "100M", "the same in E5M2, the control", adamw["e5m2"]),
+        _gap_row("143M", "100M", f"{scratch}, the rate falls to zero", adamw_143m["deepseek_v3"]),
         _gap_row("81M", "100M", f"{scratch}, with Muon", muon_81m["deepseek_v3"]),
         _gap_row("35M", "100M", f"{scratch}, with Muon", muon["deepseek_v3"]),
         _gap_row("35M", "100M", "with Muon, the gradients' GEMMs alone, the control", muon["without_fprop"]),
