@@ -70,7 +70,7 @@ class Batches:
         numbers = self._window_numbers  # another thread may replace them meanwhile
         if key not in numbers:
             self._window_numbers = numbers = self._permuted_from(*key)
-        return _windows(self.tokens, numbers[key], self.sequence_length, self._pin)
+        return read_windows(self.tokens, numbers[key], self.sequence_length, self._pin)
 
     def _permuted_from(self, step: int, rank: int, n_ranks: int) -> dict[tuple[int, int, int], npt.NDArray[np.int64]]:
         """Return the windows of a rank in STEPS steps, permuted together, by step, rank and number of ranks.
@@ -153,9 +153,13 @@ def validation_windows(tokens: Tokens, sequence_length: int, n: int) -> Tensor:
     """
     if n < 1:
         raise ValueError(f"n must be at least 1, not {n}")
-    n_windows = count_windows(tokens, sequence_length)
+    return read_windows(tokens, evenly_spaced(count_windows(tokens, sequence_length), n), sequence_length)
+
+
+def evenly_spaced(n_windows: int, n: int) -> npt.NDArray[np.int64]:
+    """The numbers of `n` evenly spaced windows, or of all `n_windows` if they are fewer."""
     n = min(n, n_windows)
-    return _windows(tokens, np.arange(n) * n_windows // n, sequence_length)
+    return np.arange(n) * n_windows // n
 
 
 def count_windows(tokens: Tokens, sequence_length: int) -> int:
@@ -169,7 +173,15 @@ def count_windows(tokens: Tokens, sequence_length: int) -> int:
     return (len(tokens) - 1) // sequence_length
 
 
-def _windows(tokens: Tokens, window_B: npt.NDArray[np.int64], sequence_length: int, pin: bool = False) -> Tensor:
+def read_windows(tokens: Tokens, window_B: npt.NDArray[np.int64], sequence_length: int, pin: bool = False) -> Tensor:
+    """Read windows by their numbers: int64 [B, S + 1], or [B, S + 1, 2] of packed sequences.
+
+    Args:
+        tokens: [T].
+        window_B: the numbers.
+        sequence_length: S.
+        pin: whether they are written to pinned memory.
+    """
     if isinstance(tokens, PackedTokens):
         return tokens.sequences(window_B, pin)
     begin_B = window_B * sequence_length

@@ -176,11 +176,16 @@ def check_source(source: str | Path, name: str = "data") -> None:
         )
     if not os.access(path, os.R_OK):
         raise PermissionError(f"{named} cannot be read: {os.strerror(errno.EACCES)}")
-    for store in (path, path / "data"):
-        if all(os.path.isfile(store / file) for file in TOKEN_STORE):
-            is_local = os.path.isfile(store / "train.npy")  # others are read from a URL, batch by batch
-            where = f"file://{store.resolve()}" if is_local else f"the url in {store / 'manifest.json'}"
-            raise ValueError(f"{named} holds the tokens of a run, no text: give them as {where}")
+    if (store := find_token_store(path)) is not None:
+        is_local = os.path.isfile(store / "train.npy")  # others are read from a URL, batch by batch
+        where = f"file://{store.resolve()}" if is_local else f"the url in {store / 'manifest.json'}"
+        raise ValueError(f"{named} holds the tokens of a run, no text: give them as {where}")
+
+
+def find_token_store(path: Path) -> Path | None:
+    """Return the token store of a path: the folder itself, or `data` of a run's folder; None if there is none."""
+    stores = (path, path / "data")
+    return next((store for store in stores if all(os.path.isfile(store / file) for file in TOKEN_STORE)), None)
 
 
 def is_url(source: str | Path) -> bool:

@@ -18,7 +18,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -338,11 +338,10 @@ def _encode(
 
     def encoded(part: _Part) -> Iterator[list[npt.NDArray[np.integer]]]:
         nonlocal done
-        for batch in _batches_of_text(part.documents()):
+        for batch in batches_of_text(part.documents()):
             progress("encoding", done / total)
             done += sum(part.index.sizes[document.digest] for document in batch)
-            ids = tokenizer.encode_batch([document.text for document in batch])
-            yield [np.array([tokenizer.begin, *tokens, tokenizer.end]) for tokens in ids]
+            yield encode_documents(batch, tokenizer)
 
     with TokenWriter(folder / "val.npy", tokenizer.vocab_size) as val:
         for documents in encoded(parts["val"]):
@@ -361,7 +360,14 @@ def _encode(
     return {"train": train.length, "val": val.length}, spans.cut_tokens
 
 
-def _batches_of_text(documents: Iterable[Document]) -> Iterator[list[Document]]:
+def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer) -> list[npt.NDArray[np.integer]]:
+    """Return the ids of each document, from <|begin|> to <|end|>."""
+    ids = tokenizer.encode_batch([document.text for document in documents])
+    return [np.array([tokenizer.begin, *tokens, tokenizer.end]) for tokens in ids]
+
+
+def batches_of_text(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Yield documents in batches that are encoded at a time: of BATCH_CHARACTERS or little more."""
     batch: list[Document] = []
     characters = 0
     for document in documents:

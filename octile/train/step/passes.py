@@ -79,13 +79,8 @@ class Passes:
             return self.model(tokens_BS, labels_BS, texts, n_labels_2)
 
     def token_losses(self, batch: Tensor) -> Tensor:
-        """The main head's loss of each token but the first of its sequence, [B, S − 1]; 0 where it has none."""
-        batch, texts = batch.to(self.device), None
-        tokens_BS = labels_BS = batch
-        if is_packed(batch):
-            tokens_BS, labels_BS, texts = unpacked(batch, self._max_texts)
-        next_BS = labels_BS[:, 1:] if texts is None else texts.next_labels(labels_BS)
-        return cross_entropies(self.model(tokens_BS, None, texts), F.pad(next_BS, (0, 1), value=IGNORED))[:, :-1]
+        """The losses of `token_losses` on the device of the model."""
+        return token_losses(self.model, batch.to(self.device), self._max_texts)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """A loss times the loss scale, if there is one."""
@@ -102,3 +97,19 @@ class Passes:
         with without_reduced_precision_reduction():
             self.scaled(loss).backward()
         return loss.detach()
+
+
+def token_losses(model: DeepseekV3, batch: Tensor, max_texts: int | None = None) -> Tensor:
+    """The main head's loss of each token but the first of its sequence, in nats, [B, S − 1]; 0 where it has none.
+
+    Args:
+        model: the model.
+        batch: int64 [B, S], or [B, S, 2] of packed sequences, on the device of the model.
+        max_texts: the most texts of a packed sequence; S if not given.
+    """
+    texts = None
+    tokens_BS = labels_BS = batch
+    if is_packed(batch):
+        tokens_BS, labels_BS, texts = unpacked(batch, max_texts)
+    next_BS = labels_BS[:, 1:] if texts is None else texts.next_labels(labels_BS)
+    return cross_entropies(model(tokens_BS, None, texts), F.pad(next_BS, (0, 1), value=IGNORED))[:, :-1]
