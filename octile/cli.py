@@ -43,6 +43,11 @@ COMMANDS: Mapping[str, Command | CommandGroup] = {
         "octile.train.compare.command",
         "Train recipes and BF16 with its noise band, and report the loss that each recipe costs.",
     ),
+    "eval": Command(
+        "octile.train.evaluation.command",
+        "Measure the loss of a model on a text, and what FP8 costs there.",
+        runs_in="octile.train.evaluation.evaluate",
+    ),
     "rl": Command(
         "octile.rl.command", "Train a model by rewards (GRPO): sample with the engine, score, train, in one process."
     ),

@@ -720,6 +720,18 @@ def test_generate_with_an_empty_prompt_begins_a_text(capsys, hf_folder, monkeypa
     assert prompts == [(Tokenizer.load(hf_folder).begin,)]
 
 
+def test_eval_prints_the_loss_of_a_folder(capsys, hf_folder, text):
+    options = ("--data", str(text), "--sequences", "2", "--sequence-length", "32", "--device", "cpu")
+    code, out, err = call(capsys, "eval", str(hf_folder), *options)
+    assert (code, err) == (0, "")
+    assert "bf16 (own)" in out
+
+
+def test_eval_names_the_option_of_a_bad_value(capsys, hf_folder, text):
+    said = refused(capsys, "eval", str(hf_folder), "--data", str(text), "--sequence-length", "4096")
+    assert said.startswith("octile: --sequence-length 4096 exceeds the context of ")
+
+
 def test_generate_with_a_prompt_that_is_not_utf_8(capsys, hf_folder, monkeypatch):
     monkeypatch.setattr("octile.serve.generate.ServedWeights.read", lambda *_: pytest.fail("the model was loaded"))
     said = refused(capsys, "generate", str(hf_folder), "--prompt", os.fsdecode(b"caf\xe9"))

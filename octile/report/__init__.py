@@ -10,6 +10,7 @@ dark setting. Every figure has a caption that is written from the data.
     style.py        the style of figures: palette, axes, labels
     svg.py          figures as inline SVG
     console.py      the console on which commands print
+    evaluation.py   the statistics and the terminal output of `octile eval`
     machine.py      the machine, versions and commit of a measurement
     conversion.py   the terminal output of `octile convert`
     roofline.py     the roofline figure of `octile bench gemm`

@@ -45,12 +45,12 @@ class Console(rich.console.Console):
 
 
 @contextmanager
-def progress_bar(what: str, total: int, is_hidden: bool = False) -> Iterator[Callable[[int], None]]:
+def progress_bar(what: str, total: int | None, is_hidden: bool = False) -> Iterator[Callable[[int], None]]:
     """Show a bar on a terminal; what it yields is called with how much is done in addition.
 
     Args:
         what: the name of the work.
-        total: how much there is.
+        total: how much there is; None: nobody knows, and the bar shows that the work goes on.
         is_hidden: show nothing, as for a command that prints JSON.
     """
     from rich.progress import Progress

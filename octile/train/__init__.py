@@ -8,7 +8,7 @@ loop.py           the loop over steps, validations and checkpoints, and `train`,
 trainer.py        model, optimizer and data of a run: launches and collects its steps
 step/             a step on its device: launched, captured in CUDA graphs, and timed
 strategy/         how the ranks of a run share model, batch and state
-evaluation/       what is measured of a model during a run
+evaluation/       what is measured of a model during a run, and `octile eval`
 memory/           what a run needs of its device, and what it saves for the backward pass
 run/              the folder of a run: checks, metrics, checkpoints, resuming
 compare/          `octile compare`

@@ -1,0 +1,160 @@
+"""The work of `octile eval`: checks, then one model after the other, and what is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from octile.checkpoint.files import check_output_file
+from octile.parallel.device import pick_device
+from octile.report.console import Console, progress_bar
+from octile.report.evaluation import Evaluation, evaluation_table, explanations, write_evaluations
+from octile.report.machine import machine
+from octile.report.table import screen_table
+from octile.torchrun import check_one_process
+from octile.train.data.token_store import Manifest
+from octile.train.evaluation.command import Options
+from octile.train.evaluation.folders import OWN, ModelFolder
+from octile.train.evaluation.text import Sequences, TextTokens, check_data, open_text, sequence_length_of
+
+BASELINE = "bf16"  # which the other recipes are compared with, unless another folder is given
+SEQUENCE_LENGTH = 1024  # tokens, where no run says another
+
+
+def run(options: Options) -> None:
+    """Evaluate in one process, and print the losses.
+
+    Raises:
+        ValueError: torchrun has started several processes, or as for `evaluate`.
+        Exception: what `evaluate` raises.
+    """
+    check_one_process("octile eval")
+    evaluate(options, Console())
+
+
+def evaluate(options: Options, console: Console) -> None:
+    """Evaluate a model under some recipes, and another one in its own, and print their losses.
+
+    Args:
+        options: what to evaluate.
+        console: where the results are printed.
+
+    Raises:
+        FileNotFoundError: there is no model, no tokenizer, no text or no recipe of these names.
+        ValueError: a recipe is unknown, named twice or not one of the model; the tokenizers differ; the text is too
+            short, or no text; a sequence is longer than a context; the weights exceed the memory; or a file is damaged.
+        OSError: the file for the results cannot be written.
+        FloatingPointError: a loss is NaN or Inf.
+        MemoryError: there is no memory for a sequence.
+    """
+    device = pick_device(options.device)
+    if options.json is not None:
+        check_output_file("json", options.json)
+    names = _recipe_names(options.recipes)
+    jobs = {ModelFolder.open(options.folder): names}
+    if options.against is not None:
+        jobs[ModelFolder.open(options.against)] = [OWN]
+    models = [*jobs]
+    _check(jobs, device)
+    _check_context(options.sequence_length, models)
+    run_data = next((each.run_data for each in models if each.run_data is not None), None)
+    data = options.data if run_data is None or options.data is not None else str(run_data)
+    if data is None:
+        raise ValueError(
+            f"data is not given, and {models[0].name} is no model of a run with held-out text: name a text"
+        )
+    check_data(data)
+    with open_text(data, models[0].tokenizer) as text:
+        _check_text(jobs, text, data)
+        length = _sequence_length(options.sequence_length, models, text, run_data)
+        sequences = Sequences.of(text, length, options.sequences)
+        size = sequences.size()
+        for line in (*(each.describe() for each in models), size, *text.notes()):
+            console.print_line(str(line))
+        console.print_line(f"{_where(device)}\n")
+        found: list[Evaluation] = []
+        for each, recipes in jobs.items():
+            with progress_bar(f"evaluating {each.name}", len(recipes) * len(sequences)) as advance:
+                found += each.evaluate(sequences, recipes, device, advance)
+    baseline = found[-1] if len(jobs) > 1 else _baseline(found)
+    console.print(screen_table(evaluation_table(found, size, baseline)))
+    console.print()
+    for line in explanations(found, baseline):
+        console.print_line(line)
+    if options.json is not None:
+        write_evaluations(options.json, found, size, baseline, machine(device))
+
+
+def _recipe_names(recipes: str) -> list[str]:
+    """Read the names of recipes, OWN first: the others replace it in the model."""
+    names = [name for name in map(str.strip, recipes.split(",")) if name]
+    if not names:
+        raise ValueError("recipes is empty: name recipes, separated by commas")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"recipes must differ, but {recipes!r} names {twice[0]} twice")
+    return sorted(names, key=lambda name: name != OWN)
+
+
+def _check(jobs: dict[ModelFolder, list[str]], device: torch.device) -> None:
+    """Refuse models with other recipes than they can have, of another tokenizer, or too large for the memory."""
+    first, *others = jobs
+    for other in others:
+        if other.tokenizer.fingerprint != first.tokenizer.fingerprint:
+            raise ValueError(
+                f"against must have the tokenizer of {first.name}, but {other.name} has another one: their losses "
+                "would be of other tokens"
+            )
+    for each, names in jobs.items():
+        for name in names:
+            each.recipe(name)
+        each.check_memory(device)
+
+
+def _check_context(sequence_length: int | None, models: Sequence[ModelFolder]) -> None:
+    """Refuse sequences that are longer than the context of a model."""
+    shortest = min(models, key=lambda each: each.context)
+    if sequence_length is not None and sequence_length > shortest.context:
+        raise ValueError(
+            f"sequence_length {sequence_length} exceeds the context of {shortest.name}, max_position_embeddings "
+            f"{shortest.context}"
+        )
+
+
+def _check_text(jobs: dict[ModelFolder, list[str]], text: TextTokens, data: str) -> None:
+    """Refuse tokens of another tokenizer, and packed examples that a recipe does not take."""
+    first = next(iter(jobs))
+    if text.tokenizer.fingerprint != first.tokenizer.fingerprint:
+        raise ValueError(f"data {data!r} was encoded by another tokenizer than that of {first.name}")
+    if text.is_packed:
+        for each, names in jobs.items():
+            each.check_packed(names)
+
+
+def _sequence_length(given: int | None, models: Sequence[ModelFolder], text: TextTokens, run_data: Path | None) -> int:
+    """Return the tokens of a sequence: as given, as in the token store, as in the run of a model, or the usual number.
+
+    Raises:
+        ValueError: it exceeds the context of a model, or it is given for packed examples and is not theirs.
+    """
+    stored = text.sequence_length
+    if stored is None and run_data is not None:
+        stored = sequence_length_of(Manifest.read(run_data))
+    length = given or stored or min(SEQUENCE_LENGTH, *(each.context for each in models))
+    if text.is_packed and length != stored:
+        raise ValueError(f"sequence_length must be {stored}, as {text.name} are packed, not {length}")
+    _check_context(length, models)
+    return length
+
+
+def _baseline(found: Sequence[Evaluation]) -> Evaluation | None:
+    """Return the evaluation in BF16 with which others are compared, if there are both."""
+    baseline = next((each for each in found if each.recipe == BASELINE), None)
+    return baseline if len(found) > 1 else None
+
+
+def _where(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"computed on {torch.cuda.get_device_name(device)}"
+    return "computed on the CPU, where what is not quantized is in FP32"
