@@ -54,7 +54,9 @@ FOREVER = timedelta(days=365)  # for work of rank 0 whose time nobody knows, suc
 PATIENCE = timedelta(seconds=3)  # for rank 0 to report the failure that another rank has, too
 MAX_PATIENCE = timedelta(seconds=60)  # if it has announced one
 POLL, GRACE = 1.0, 3.0  # seconds between two looks at NCCL, and for the failing rank to report what they find itself
-FAILURE, FAILING, POSITION = "failure", "failing", "position"  # keys of the store
+FIRST_PAUSE, MAX_PAUSE = 0.001, 0.2  # seconds between two looks for a key of the store: the first, and the longest
+NOTICE = timedelta(seconds=1)  # for a rank that has waited too long to say so, after it has closed its connections
+FAILURE, FAILING, POSITION, GAVE_UP = "failure", "failing", "position", "gave up"  # keys of the store
 # what errors say, in lower case: of gloo, whose class is RuntimeError, that another rank does not answer or has ended
 GLOO = (
     "timed out waiting",
@@ -147,7 +149,7 @@ class Ranks:
             return work()
         outcome, key, self._exchanges = outcome_of(kind), f"exchange/{self._exchanges}", self._exchanges + 1
         if not self.is_first:
-            self.store.wait([key], FOREVER)
+            wait_for(self.store, key, FOREVER)
             result, failure = decode(self.store.get(key), outcome, f"key {key} of torchrun's store")
             if failure is not None:
                 raise failure
@@ -327,10 +329,18 @@ def explain(error: Exception) -> Exception:
 
 
 def _describe(ranks: Ranks, has_waited: bool) -> str:
-    """Say that this rank has waited too long for the others, or has lost one, and where all are."""
-    what = "lost the connection to another rank, which has ended"
-    if has_waited:
-        what = f"waited {ranks.timeout.total_seconds():g} s for the other ranks"
+    """Say that this rank has waited too long for the others, or has lost one, and where all are.
+
+    A rank that has waited too long closes its connections, as one that has ended does; the store says which it was.
+    """
+    assert ranks.store is not None
+    what, waited = "lost the connection to another rank, which has", f"waited {ranks.timeout.total_seconds():g} s for"
+    with suppress(dist.DistError):  # the store may be gone, with the host that has it
+        if has_waited:
+            ranks.store.set(GAVE_UP, "")
+        elif wait_for(ranks.store, GAVE_UP, NOTICE):
+            return f"rank {ranks.rank} {what} {waited} one that does not answer{where_ranks_are()}"
+    what = f"{waited} the other ranks" if has_waited else f"{what} ended"
     return f"rank {ranks.rank} {what}{where_ranks_are()}"
 
 
@@ -377,8 +387,7 @@ def reported_failure(message: str) -> tuple[int, str]:
         store = _joined.store if _joined is not None else dist.PrefixStore("octile", _rendezvous(PATIENCE)[0])
         assert store is not None
         if rank:
-            with suppress(Exception):  # rank 0 has no failure to report
-                store.wait([FAILURE], MAX_PATIENCE if store.check([f"{FAILING}/0"]) else PATIENCE)
+            wait_for(store, FAILURE, MAX_PATIENCE if store.check([f"{FAILING}/0"]) else PATIENCE)
         first, _, cause = store.compare_set(FAILURE, "", f"{rank} {message}").decode().partition(" ")
         return int(first), message if cause == message else shown(cause)
     except Exception:  # without torchrun's store nobody knows what the others have printed
@@ -430,6 +439,20 @@ def _is_of_connection(error: Exception) -> bool:
 def _has(words: Collection[str], error: Exception) -> bool:
     message = str(error).lower()
     return any(word in message for word in words)
+
+
+def wait_for(store: dist.Store, key: str, limit: timedelta) -> bool:
+    """Wait until a store has a key, and return whether it has it within a time.
+
+    No handler of a signal runs while torch's own `wait` blocks, and torch logs it if that takes too long.
+    """
+    latest, pause = time.monotonic() + limit.total_seconds(), FIRST_PAUSE
+    while not store.check([key]):
+        if time.monotonic() > latest:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, MAX_PAUSE)
+    return True
 
 
 def gather_results(group: dist.ProcessGroup | None, work: Callable[[], T], kind: Any = None) -> list[T]:

@@ -16,8 +16,16 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from octile.parallel import ranks as module
 from octile.parallel.messages import MessageError, as_sent, encode, outcome_of
-from octile.parallel.ranks import Ranks, RanksError, RanksTimeoutError, explain, join, leave, reported_failure
-from octile.signals import Stopped
+from octile.parallel.ranks import (
+    Ranks,
+    RanksError,
+    RanksTimeoutError,
+    explain,
+    join,
+    leave,
+    reported_failure,
+)
+from octile.signals import Stopped, Terminated
 from tests.worlds import start_ranks
 
 
@@ -26,6 +34,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> list[Ranks]:
     """Two ranks that share a store."""
     store = dist.HashStore()
     monkeypatch.setattr(module, "PATIENCE", timedelta(seconds=0.05))
+    monkeypatch.setattr(module, "NOTICE", timedelta(seconds=0.05))
     return [Ranks(rank, 2, store, timedelta(seconds=7)) for rank in range(2)]
 
 
@@ -215,6 +224,24 @@ def test_a_timeout_of_a_rank_says_where_the_ranks_are(two, monkeypatch):
     become(monkeypatch, two[0])
     explained = explain(RanksTimeoutError("timed out after 7 s for the GPU to finish a step"))
     assert str(explained) == f"rank 0 {WAITED}, at its start; last seen: rank 1 at its start"
+
+
+def test_a_rank_whose_connection_was_closed_by_one_that_has_waited_too_long_says_so(two, monkeypatch):
+    become(monkeypatch, two[1])
+    explain(RuntimeError("Timed out waiting 7000ms for recv operation to complete"))
+    become(monkeypatch, two[0])
+    assert str(explain(RuntimeError("Connection closed by peer [10.0.0.2]:3923"))).startswith(
+        "rank 0 lost the connection to another rank, which has waited 7 s for one that does not answer, at its start"
+    )
+
+
+def test_a_signal_interrupts_a_rank_that_waits_for_rank_0(two, monkeypatch):
+    def interrupted(seconds: float) -> None:
+        raise Terminated
+
+    monkeypatch.setattr(module.time, "sleep", interrupted)
+    with pytest.raises(Terminated):
+        two[1].from_first(lambda: None)
 
 
 @pytest.mark.parametrize(
