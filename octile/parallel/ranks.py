@@ -344,6 +344,22 @@ def _describe(ranks: Ranks, has_waited: bool) -> str:
     return f"rank {ranks.rank} {what}{where_ranks_are()}"
 
 
+def failure_before(interrupt: KeyboardInterrupt) -> Exception | None:
+    """Return the error of the connection to another rank that ends this rank already when a signal arrives, if any.
+
+    torchrun sends SIGTERM to the other ranks when one has ended, which their collectives notice at the same time.
+
+    Args:
+        interrupt: what the signal has raised.
+    """
+    before = interrupt.__context__
+    while _joined is not None and before is not None:
+        if isinstance(before, Exception) and (isinstance(before, RanksError) or _is_of_connection(before)):
+            return before
+        before = before.__context__
+    return None
+
+
 def where_ranks_are() -> str:
     """Say where this rank is, and where the others were last seen; nothing before they have met."""
     return "" if _joined is None else f", at {_joined.seen}; last seen: {_joined.positions()}"

@@ -26,9 +26,9 @@ from octile.checkpoint.store import Store
 from octile.extras import require
 from octile.kernels.compile_ahead import KernelsAhead
 from octile.parallel.device import pick_own_device
-from octile.parallel.ranks import Ranks, RanksError, explain, join, leave, will_restart
+from octile.parallel.ranks import Ranks, RanksError, explain, failure_before, join, leave, will_restart
 from octile.report.run.spikes import SpikeDetector, SpikeState
-from octile.signals import Stopped, stop_requests
+from octile.signals import Stopped, stop_requests, termination_ignored
 from octile.torchrun import check_rendezvous
 from octile.train.config import TrainConfig
 from octile.train.data.examples import is_examples
@@ -166,6 +166,10 @@ def train(config: TrainConfig, resume: bool, console: RunConsole, hook: RunHook 
     try:
         resume |= any(ranks.gather(is_restarted(config), bool))  # asked on all ranks, of which one may not resume
         path = _train_joined(config, resume, device, console, hook, ranks)
+    except KeyboardInterrupt as interrupt:
+        if (lost := failure_before(interrupt)) is not None:
+            raise explain(lost) from interrupt
+        raise
     except Exception as error:
         if (explained := explain(error)) is not error:
             raise explained from error
@@ -219,18 +223,30 @@ def _train_joined(
                 stack.callback(kernels.close)
             return _train(config, run, device, resume, checkpoints, checkpoint, console, hook, ranks, kernels)
         except KeyboardInterrupt as interrupt:  # before the first step, or the second during one
-            when = "at once" if run.config_file.exists() else "before the first step"
-            raise Stopped.by(interrupt, f"stopped {when}; {_how_to_continue(config, run, checkpoints)}") from None
+            with termination_ignored() if ranks.size > 1 else nullcontext():
+                if (lost := failure_before(interrupt)) is not None:
+                    raise _lost(lost, config, checkpoints) from lost
+                when = "at once" if run.config_file.exists() else "before the first step"
+                how = _how_to_continue(config, run, checkpoints)
+                raise Stopped.by(interrupt, f"stopped {when}; {how}") from None
         except Exception as error:
-            if (explained := explain(error)) is error or will_restart():
-                raise
-            if (can_continue := checkpoints.can_continue()) is None:
-                then = _unknown(config, checkpoints)
-            elif can_continue:
-                then = f"to continue: {config.resume_command}"
-            else:
-                then = "nothing is saved before the first checkpoint"
-            raise RanksError(f"{explained}; {then}") from error
+            with termination_ignored() if ranks.size > 1 else nullcontext():  # which torchrun sends now
+                if (lost_error := _lost(error, config, checkpoints)) is error:
+                    raise
+                raise lost_error from error
+
+
+def _lost(error: Exception, config: TrainConfig, checkpoints: RunCheckpoints) -> Exception:
+    """Say how to continue after an error of the connection to another rank; return any other error."""
+    if (explained := explain(error)) is error or will_restart():
+        return explained
+    if (can_continue := checkpoints.can_continue()) is None:
+        then = _unknown(config, checkpoints)
+    elif can_continue:
+        then = f"to continue: {config.resume_command}"
+    else:
+        then = "nothing is saved before the first checkpoint"
+    return RanksError(f"{explained}; {then}")
 
 
 def _how_to_continue(config: TrainConfig, run: RunFolder, checkpoints: RunCheckpoints) -> str:

@@ -7,6 +7,7 @@ import re
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from octile.parallel.ranks import (
     RanksError,
     RanksTimeoutError,
     explain,
+    failure_before,
     join,
     leave,
     reported_failure,
@@ -242,6 +244,20 @@ def test_a_signal_interrupts_a_rank_that_waits_for_rank_0(two, monkeypatch):
     monkeypatch.setattr(module.time, "sleep", interrupted)
     with pytest.raises(Terminated):
         two[1].from_first(lambda: None)
+
+
+def raised_while(*errors: BaseException) -> BaseException:
+    """The last of some exceptions, each of which was raised while the one before was handled."""
+    for before, after in pairwise(errors):
+        after.__context__ = before
+    return errors[-1]
+
+
+def test_a_signal_while_a_lost_connection_ends_a_rank_does_not_hide_it(two, monkeypatch):
+    become(monkeypatch, two[1])
+    lost = RuntimeError("Connection closed by peer")
+    assert failure_before(raised_while(lost, ValueError("closed"), Terminated())) is lost
+    assert failure_before(raised_while(ValueError("closed"), Terminated())) is None
 
 
 @pytest.mark.parametrize(

@@ -754,6 +754,21 @@ def test_a_lost_rank_while_the_store_does_not_answer_says_that_it_is_unknown_wha
         train(micro(data=str(text), out=tmp_path / "run"), False, silent_console())
 
 
+def test_a_signal_after_another_rank_is_lost_does_not_hide_how_to_continue(half, monkeypatch):
+    def lose(self):
+        try:
+            raise RuntimeError("Connection closed by peer")
+        finally:
+            raise Terminated  # as torchrun does to all ranks when one has ended
+
+    monkeypatch.setattr(Trainer, "launch", lose)
+    monkeypatch.setattr(loop, "failure_before", lambda interrupt: interrupt.__context__)
+    lost = RanksError("rank 1 lost the connection to another rank")
+    monkeypatch.setattr(loop, "explain", lambda error: error if isinstance(error, RanksError) else lost)
+    with pytest.raises(RanksError, match=r"^rank 1 lost the connection to another rank; to continue: octile train"):
+        resume(half, steps=4)
+
+
 def test_a_second_signal_after_a_checkpoint_says_where_the_run_continues(half, monkeypatch):
     def interrupted(self):
         raise Terminated
