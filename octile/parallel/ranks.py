@@ -335,7 +335,7 @@ def _describe(ranks: Ranks, has_waited: bool) -> str:
     """
     assert ranks.store is not None
     what, waited = "lost the connection to another rank, which has", f"waited {ranks.timeout.total_seconds():g} s for"
-    with suppress(dist.DistError):  # the store may be gone, with the host that has it
+    with suppress(dist.DistError):  # the store may be gone, with the host that had it
         if has_waited:
             ranks.store.set(GAVE_UP, "")
         elif wait_for(ranks.store, GAVE_UP, NOTICE):
@@ -361,8 +361,16 @@ def failure_before(interrupt: KeyboardInterrupt) -> Exception | None:
 
 
 def where_ranks_are() -> str:
-    """Say where this rank is, and where the others were last seen; nothing before they have met."""
-    return "" if _joined is None else f", at {_joined.seen}; last seen: {_joined.positions()}"
+    """Say where this rank is, and where the others were last seen; nothing before they have met.
+
+    Only where this rank is if the store is gone, with the host that had it.
+    """
+    if _joined is None:
+        return ""
+    try:
+        return f", at {_joined.seen}; last seen: {_joined.positions()}"
+    except dist.DistError:
+        return f", at {_joined.seen}"
 
 
 @sent_by_name

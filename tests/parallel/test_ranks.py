@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -234,6 +235,18 @@ def test_a_rank_whose_connection_was_closed_by_one_that_has_waited_too_long_says
     become(monkeypatch, two[0])
     assert str(explain(RuntimeError("Connection closed by peer [10.0.0.2]:3923"))).startswith(
         "rank 0 lost the connection to another rank, which has waited 7 s for one that does not answer, at its start"
+    )
+
+
+def test_a_connection_that_is_lost_together_with_the_store_is_explained(two, monkeypatch):
+    def fail(keys: list[str]) -> bool:
+        raise dist.DistNetworkError("Broken pipe")
+
+    become(monkeypatch, two[1])
+    two[1].at("step 4")
+    monkeypatch.setattr(two[1], "store", SimpleNamespace(check=fail))
+    assert str(explain(RuntimeError("Connection closed by peer"))) == (
+        "rank 1 lost the connection to another rank, which has ended, at step 4 (Connection closed by peer)"
     )
 
 
