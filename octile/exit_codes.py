@@ -82,7 +82,7 @@ def explain(error: Exception, raised: Sequence[type[KeyboardInterrupt]] = ()) ->
     if isinstance(error, FloatingPointError) or (isinstance(error, MemoryError) and _raised_by_octile(error)):
         return str(error), FAILURE
     if isinstance(error, OSError) and error.filename is not None:  # the system's message without its number
-        return f"{str(error.filename)!r}: {error.strerror}", USER_ERROR
+        return _with_notes(f"{str(error.filename)!r}: {error.strerror}", error), USER_ERROR
     if raised:  # a library has taken it for an import that has failed
         return _explain_interrupt(raised[-1])
     if isinstance(error, OSError) or (isinstance(error, ValueError | ImportError) and _raised_by_octile(error)):

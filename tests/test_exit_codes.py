@@ -79,6 +79,13 @@ def test_what_the_system_refuses_is_said_without_its_number(capsys, monkeypatch)
     assert call(capsys, "train")[::2] == (2, "octile: 'run/model': Permission denied\n")
 
 
+def test_a_note_of_what_the_system_refuses_ends_its_line(capsys, monkeypatch):
+    refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES), "run/checkpoints")
+    refused.add_note("it failed on rank 1")
+    failing(monkeypatch, refused)
+    assert call(capsys, "train")[::2] == (2, "octile: 'run/checkpoints': Permission denied; it failed on rank 1\n")
+
+
 def test_a_warning_of_torch_about_its_own_context_is_not_shown(capsys, monkeypatch):
     def warn() -> None:
         warnings.warn("Attempting to run cuBLAS, but there was no current CUDA context! Attempting…", stacklevel=1)
