@@ -381,6 +381,12 @@ STORED = {  # torchrun's environment, and options: the message about a run to re
         "--micro-batches 2; --batch-size and --micro-batches are those of the run, of which only --micro-batches may "
         "change (see octile train --help)",
     ),
+    "fewer ranks": (
+        {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+        ["--parallel.dp=4", "--parallel.pp=1", "--micro-batches=1"],
+        "--parallel.dp is 4, but torchrun has started 2 (WORLD_SIZE): it must be the number of all processes; torchrun "
+        "--nnodes 2 --nproc-per-node 2 … -m octile train --parallel.dp 4 …, or --parallel.dp 2 for these 2",
+    ),
     "all may change": (
         {},
         ["--parallel.dp=1"],

@@ -27,10 +27,15 @@ def check_world(config: TrainConfig) -> None:
         fitting = max(started // pp, dp)
         options = f"--parallel.dp {fitting}" if pp == 1 else f"--parallel.pp {pp} --parallel.dp {fitting}"
         sizes = {"pp": pp, "dp": dp, "ep": config.parallel.ep}
-        alone = f", or {' '.join(f'--parallel.{name} 1' for name, size in sizes.items() if size > 1)} in this process"
+        fewer = ""
+        if started == 1:
+            ones = " ".join(f"--parallel.{name} 1" for name, size in sizes.items() if size > 1)
+            fewer = f", or {ones} in this process"
+        elif started < pp * dp and started % pp == 0:
+            fewer = f", or --parallel.dp {started // pp} for these {started}"
         raise ValueError(
             f"{given}, but {begun}: it must be the number of all processes; {train_command(pp * fitting)} {options} …"
-            f"{alone if started == 1 else ''}"
+            f"{fewer}"
         )
     if pp * dp > 1 and config.out is None and will_restart():
         raise ValueError("out is not given: --max-restarts needs --out RUN, so that restarted ranks find their run")
