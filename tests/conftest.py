@@ -15,6 +15,7 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from itertools import combinations
+from pathlib import Path
 from zlib import crc32
 
 import pytest
@@ -59,14 +60,18 @@ def _share(text: str) -> tuple[int, int]:
     return share, shares
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the files of other shares, which need not be imported."""
+    if (of := config.getoption("share")) is None or collection_path.is_dir():
+        return None
+    share, shares = of
+    name = collection_path.relative_to(config.rootpath).as_posix()
+    return True if crc32(name.encode()) % shares != share else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the files of other shares, and mark tests that are exhaustive by `COVERED`, or slow by `one_case`."""
-    if (of := config.getoption("share")) is not None:
-        share, shares = of
-        kept = [item for item in items if crc32(item.nodeid.partition("::")[0].encode()) % shares == share]
-        config.hook.pytest_deselected(items=[*{*items} - {*kept}])
-        items[:] = kept
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests that are exhaustive by `COVERED`, or slow by `one_case`."""
     _mark_exhaustive(items)
     _mark_slow(items)
 
