@@ -625,7 +625,12 @@ def pairs_without_files() -> list[float]:
 
 def planned_gaps(plan: str, recipe: str) -> list[float]:
     """The gaps of a registered plan, all of whose runs have ended, none by divergence."""
-    return [gap for gap in pair_gaps(PLANS[plan], read_runs(LOSS / "planned" / "runs"))[recipe] if gap is not None]
+    return [gap for gap in pair_gaps(PLANS[plan], _planned_runs())[recipe] if gap is not None]
+
+
+@cache
+def _planned_runs() -> list[dict[str, Any]]:
+    return read_runs(LOSS / "planned" / "runs")
 
 
 def _gap_row(name: str, tokens: str, what: str, gaps: Sequence[float], looks: int = 1) -> list[str]:
