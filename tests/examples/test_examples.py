@@ -52,6 +52,7 @@ def untrained(texts, tmp_path):
     return make
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("model", ["llama", "qwen"])
 def test_a_transformers_model_learns_with_its_trainer(example, tmp_path, model):
     out = tmp_path / "run"

@@ -86,7 +86,8 @@ def test_drafts_change_nothing(tokenizer, n_drafts):
     assert stats.drafted_tokens > 0
 
 
-@pytest.mark.parametrize("max_ahead", [0, 5])
+@pytest.mark.one_case
+@pytest.mark.parametrize("max_ahead", [5, 0])
 def test_texts_that_were_preempted_have_the_same_bits(tokenizer, max_ahead):
     prompts = [text(60, n) for n in range(5)]
     found, stats = agreements(exact_model(), tokenizer, n_pages=5, prompts=prompts, max_ahead=max_ahead)
@@ -94,6 +95,7 @@ def test_texts_that_were_preempted_have_the_same_bits(tokenizer, max_ahead):
     assert stats.preemptions > 0
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_that_are_launched_ahead_have_the_same_bits(tokenizer, dtype):
     found, stats = agreements(exact_model(dtype), tokenizer, max_ahead=5)

@@ -76,7 +76,7 @@ def test_of_two_rows_of_an_operand_the_later_is_used(make_run):
 @pytest.mark.parametrize(
     ("rows", "panels"),
     [
-        ([*measured_step(2), *measured_step(4)], 3),
+        pytest.param([*measured_step(2), *measured_step(4)], 3, marks=pytest.mark.slow),
         ([*measured_step(2), telemetry(4, "0", "fprop", "w", saturated=0.1)], 4),
         ([telemetry(3, "0", "fprop", "x", cur_amax=0.0)], 1),
         ([telemetry(3, "0", "fprop", quantization_snr_db=30.0)], 1),

@@ -31,7 +31,8 @@ def texts_of(tokenizer, fp8, requests, n_drafts=0, max_ahead=0):
     return [request.tokens for request in added], engine.stats()
 
 
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.one_case
+@pytest.mark.parametrize("fp8", [True, False])
 def test_a_text_is_the_same_alone_in_a_batch_and_with_drafts(tokenizer, fp8):
     alone = [texts_of(tokenizer, fp8, [i])[0][0] for i in range(3)]
     assert texts_of(tokenizer, fp8, range(3))[0] == alone
@@ -166,7 +167,8 @@ def alone(tokenizer, micro_model) -> list[tuple[int, ...]]:
     return micro_texts(tokenizer, micro_model, 64, together=False)
 
 
-@pytest.mark.parametrize("n_drafts", [0, 2])
+@pytest.mark.one_case
+@pytest.mark.parametrize("n_drafts", [2, 0])
 def test_a_sampled_text_is_the_same_next_to_others_cut_into_chunks_and_preempted(
     tokenizer, micro_model, alone, n_drafts: int
 ):

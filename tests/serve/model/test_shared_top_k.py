@@ -113,7 +113,8 @@ def test_a_saved_model_is_served(model, tmp_path, weights):
     assert [layer for layer, block in enumerate(served[0].blocks) if block.attention.indexer is not None] == [0, 2]
 
 
-@pytest.mark.parametrize("max_ahead", [0, 4])
+@pytest.mark.one_case
+@pytest.mark.parametrize("max_ahead", [4, 0])
 def test_texts_with_drafts_are_the_greedy_ones_of_whole_forward_passes(tokenizer, max_ahead):
     config = replace(MICRO_SPARSE, indexer_rope_interleave=True, indexer_types=("full", "shared"))
     expected = [*PROMPTS[0]]

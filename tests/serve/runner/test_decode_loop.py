@@ -482,7 +482,8 @@ def test_a_step_makes_no_event_and_no_memory_of_the_host(gpu, forward, monkeypat
     assert len({step.wait()[0].log_prob for step in steps}) == 1
 
 
-@pytest.mark.parametrize("n_drafts", [0, 1, 2])
+@pytest.mark.one_case
+@pytest.mark.parametrize("n_drafts", [2, 1, 0])
 def test_graphs_of_both_parts_of_a_step_compute_what_the_graph_of_all_computes(gpu, n_drafts):
     found = []
     for is_divided in (False, True):
