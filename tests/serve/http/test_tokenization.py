@@ -13,7 +13,7 @@ MESSAGES = [{"role": "user", "content": "Why?"}]
 
 
 def post(served, path, headers=None, **body):
-    return httpx.post(f"{served.url}/{path}", json=body, headers=headers)
+    return httpx.post(f"{served.url}/{path}", json=body, headers=headers, timeout=60)
 
 
 @pytest.mark.parametrize("model", [{}, {"model": "micro"}])
