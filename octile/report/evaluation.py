@@ -23,6 +23,7 @@ from octile.report.compare.intervals import (
     block_means,
     bootstrap_interval,
 )
+from octile.report.run.curves import MAX_LOSS_FOR_PERPLEXITY
 from octile.report.run.metrics import Floats
 from octile.report.table import Table
 from octile.text import format_bytes, format_count, format_percent, format_quantity
@@ -144,9 +145,9 @@ class Evaluation:
         return float(blocks.std(ddof=1)) / math.sqrt(len(blocks)) if len(blocks) > 1 else None
 
     @property
-    def perplexity(self) -> float:
-        """The exponential of `loss`."""
-        return math.exp(self.loss)
+    def perplexity(self) -> float | None:
+        """The exponential of `loss`; None where `loss` is so large that it is meaningless, or no float."""
+        return math.exp(self.loss) if self.loss < MAX_LOSS_FOR_PERPLEXITY else None
 
     def bits_per_byte(self, text: EvaluatedText) -> float | None:
         """`loss` in bits of a byte of the text; None where its bytes are not known."""
@@ -171,7 +172,8 @@ def _cells(each: Evaluation, text: EvaluatedText, baseline: Evaluation | None, h
     error, bits = each.standard_error, each.bits_per_byte(text)
     cells = [each.model.folder] * has_folders + [each.title, f"{each.loss:.4f}"]
     cells[-1] += "" if error is None else f" ± {error:.4f}"
-    cells += [f"{each.perplexity:,.2f}"] + ([] if bits is None else [f"{bits:.4f}"])
+    cells += ["–" if each.perplexity is None else f"{each.perplexity:,.2f}"]
+    cells += [] if bits is None else [f"{bits:.4f}"]
     if baseline is each:
         cells += ["", ""]
     elif baseline is not None:

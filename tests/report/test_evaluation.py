@@ -79,6 +79,15 @@ def test_perplexity_and_bits_per_byte_follow_from_the_loss():
     assert found.bits_per_byte(TEXT) == pytest.approx(3 / 2.5)
 
 
+@pytest.mark.parametrize("loss", [20.0, 1e4])
+def test_a_loss_far_above_that_of_a_guess_has_no_perplexity(tmp_path, loss):
+    found = evaluation([loss] * 8)
+    table = evaluation_table([found], TEXT, None)
+    assert table.rows[0][table.columns.index("perplexity")] == "–"
+    write_evaluations(tmp_path / "eval.json", [found], TEXT, None, {})
+    assert json.loads((tmp_path / "eval.json").read_text())["results"][0]["perplexity"] is None
+
+
 def test_bits_per_byte_are_left_out_where_bytes_are_not_known():
     packed = EvaluatedText("the held-out examples of run/data", 4_000, 101, 40, 40, None)
     assert "bits per byte" not in evaluation_table([evaluation(drawn(8))], packed, None).columns
