@@ -405,6 +405,13 @@ def test_values_of_a_run_to_resume_are_said_to_be_its_own(capsys, monkeypatch, t
     assert message in refused(capsys, "train", "--resume", "--out", str(tmp_path), *options)
 
 
+@pytest.mark.parametrize(("ranks", "options"), [("2", ["--parallel.ep=4"]), ("3", [])], ids=["experts", "batch"])
+def test_fewer_ranks_are_not_offered_a_layout_that_would_be_refused(capsys, monkeypatch, ranks, options):
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    message = refused(capsys, "train", "--parallel.dp=4", "--batch-size=4", *options)
+    assert message.endswith("-m octile train --parallel.dp 4 …\n")
+
+
 def test_a_damaged_configuration_of_a_checkpoint_is_not_said_to_be_that_of_options(capsys, tmp_path):
     config = {**json.loads(preset("tiny").to_json()), "micro_batches": 3}
     folder = save_checkpoint(tmp_path / "checkpoints", 2, {}, {"config": config})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import torch
 
@@ -31,7 +32,7 @@ def check_world(config: TrainConfig) -> None:
         if started == 1:
             ones = " ".join(f"--parallel.{name} 1" for name, size in sizes.items() if size > 1)
             fewer = f", or {ones} in this process"
-        elif started < pp * dp and started % pp == 0:
+        elif started < pp * dp and started % pp == 0 and _can_have(config, started // pp):
             fewer = f", or --parallel.dp {started // pp} for these {started}"
         raise ValueError(
             f"{given}, but {begun}: it must be the number of all processes; {train_command(pp * fitting)} {options} …"
@@ -39,6 +40,15 @@ def check_world(config: TrainConfig) -> None:
         )
     if pp * dp > 1 and config.out is None and will_restart():
         raise ValueError("out is not given: --max-restarts needs --out RUN, so that restarted ranks find their run")
+
+
+def _can_have(config: TrainConfig, dp: int) -> bool:
+    """Whether the configuration allows another number of data-parallel ranks."""
+    try:
+        replace(config, parallel=replace(config.parallel, dp=dp))
+    except ValueError:
+        return False
+    return True
 
 
 def is_restarted(config: TrainConfig) -> bool:
