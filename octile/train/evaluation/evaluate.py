@@ -109,7 +109,7 @@ def _check(jobs: dict[ModelFolder, list[str]], device: torch.device) -> None:
     for each, names in jobs.items():
         for name in names:
             each.recipe(name)
-        each.check_memory(device)
+        each.check_memory(names, device)
 
 
 def _check_context(sequence_length: int | None, models: Sequence[ModelFolder]) -> None:

@@ -121,14 +121,21 @@ class ModelFolder:
                 "texts that share a sequence"
             )
 
-    def check_memory(self, device: torch.device) -> None:
-        """Refuse a model whose FP32 weights, and FP8 ones in addition, exceed the memory that is available.
+    def check_memory(self, names: Sequence[str], device: torch.device) -> None:
+        """Refuse a model whose FP32 weights exceed the memory that is available.
+
+        Those that a recipe quantizes to 8 bits are in it in addition, whatever the folder holds.
+
+        Args:
+            names: names of recipes.
+            device: where to compute.
 
         Raises:
             ValueError: they do.
         """
-        fp32, fp8 = (sum(size * parameter.numel() for parameter in self.model.parameters()) for size in (4, 1))
-        needed, available = fp32 + fp8 * self.opened.has_fp8_weights, available_memory(device)
+        is_quantized = any(self.recipe(name).formats is not None for name in names)
+        needed = sum((4 + is_quantized) * parameter.numel() for parameter in self.model.parameters())
+        available = available_memory(device)
         if needed > available:
             raise ValueError(
                 f"the weights of {self.name} take {format_bytes(needed)}, but {format_bytes(available)} are available "

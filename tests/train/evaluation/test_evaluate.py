@@ -344,6 +344,13 @@ def test_a_model_that_exceeds_the_memory_is_refused(saved, store, monkeypatch):
     assert "but 100 kB are available on the cpu" in refused(saved("bf16"), data=str(store.folder))
 
 
+def test_weights_that_a_recipe_quantizes_are_in_memory_twice(saved, store, monkeypatch):
+    parameters = sum(parameter.numel() for parameter in DeepseekV3(WIDE).parameters())
+    monkeypatch.setattr(folders, "available_memory", lambda device: 9 * parameters // 2)
+    assert "are available on the cpu" in refused(saved("bf16"), data=str(store.folder), recipes="bf16,deepseek_v3")
+    assert "bf16" in evaluated(saved("fp8"), data=str(store.folder), recipes="bf16", sequences=1)
+
+
 def test_results_that_cannot_be_written_are_refused(saved, store, tmp_path):
     assert "is a folder: name a file" in refused(
         saved("bf16"), IsADirectoryError, data=str(store.folder), json=tmp_path
