@@ -196,9 +196,7 @@ def explanations(evaluations: Sequence[Evaluation], baseline: Evaluation | None)
     other = f"{baseline.model.folder} in {baseline.recipe}"
     lines.append(f"difference: from the loss of {other}, as a share of it, on the same sequences")
     if n < MIN_BOOTSTRAP_SAMPLES:
-        lines.append(
-            f"95% interval: {format_count(n, 'sequence')} are too few for one, it needs {MIN_BOOTSTRAP_SAMPLES}"
-        )
+        lines.append(f"95% interval: left out, since it needs {MIN_BOOTSTRAP_SAMPLES} sequences, not {n}")
     else:
         lines.append(
             f"95% interval: of the difference of these weights on other text of this kind (a bootstrap over {blocks}), "

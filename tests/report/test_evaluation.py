@@ -70,7 +70,7 @@ def test_the_interval_is_of_paired_losses():
 def test_five_sequences_are_too_few_for_an_interval():
     pair = evaluation(drawn(5), recipe="deepseek_v3"), evaluation(drawn(5, seed=1))
     assert pair[0].difference_from(pair[1]).interval is None
-    assert "95% interval: 5 sequences are too few for one, it needs 6" in explanations(pair, pair[1])
+    assert "95% interval: left out, since it needs 6 sequences, not 5" in explanations(pair, pair[1])
 
 
 def test_perplexity_and_bits_per_byte_follow_from_the_loss():
