@@ -274,14 +274,14 @@ def check_own_rows(store: TokenStore, ranks: Ranks) -> None:
     """A rank reads its own sequences of the batch of a step only."""
     own = on_ranks(store, ranks)
     read: list[int] = []
-    windows = batches._windows
+    windows = batches.read_windows
 
     def counted(tokens, window_B, *settings):
         read.append(len(window_B))
         return windows(tokens, window_B, *settings)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batches, "_windows", counted)
+        patch.setattr(batches, "read_windows", counted)
         steps(own, 1)
     assert read == [own.config.batch_size // ranks.size]
 
