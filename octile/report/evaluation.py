@@ -154,9 +154,13 @@ class Evaluation:
         return None if text.bytes_per_token is None else self.loss / math.log(2) / text.bytes_per_token
 
     def difference_from(self, other: Evaluation) -> Difference:
-        """Compare with another evaluation on the same sequences."""
-        gap_N = (self.loss_sum_N - other.loss_sum_N) / self.labels_N.mean() / other.loss
-        return Difference(self.loss / other.loss - 1, bootstrap_interval(block_means(gap_N)))
+        """Compare with another evaluation on the same sequences.
+
+        The interval is that of a ratio, linearized: if each loss is 1.01 times the other, it has no width.
+        """
+        ratio = self.loss / other.loss
+        rest_N = (self.loss_sum_N - ratio * other.loss_sum_N) / self.labels_N.mean() / other.loss
+        return Difference(ratio - 1, bootstrap_interval(block_means(ratio - 1 + rest_N)))
 
 
 def evaluation_table(evaluations: Sequence[Evaluation], text: EvaluatedText, baseline: Evaluation | None) -> Table:

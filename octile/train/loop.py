@@ -225,7 +225,7 @@ def _train_joined(
         except KeyboardInterrupt as interrupt:  # before the first step, or the second during one
             with termination_ignored() if ranks.size > 1 else nullcontext():
                 if (lost := failure_before(interrupt)) is not None:
-                    raise _lost(lost, config, checkpoints) from lost
+                    raise _lost(lost, config, checkpoints) from interrupt
                 when = "at once" if run.config_file.exists() else "before the first step"
                 how = _how_to_continue(config, run, checkpoints)
                 raise Stopped.by(interrupt, f"stopped {when}; {how}") from None

@@ -56,15 +56,15 @@ def test_a_single_sequence_has_no_standard_error():
 
 def test_the_difference_is_a_share_of_the_other_loss():
     losses = drawn(50)
-    found = evaluation(losses * 1.01).difference_from(evaluation(losses))
-    assert found.fraction == pytest.approx(0.01)
-    assert found.interval.low < 0.01 < found.interval.high
-
-
-def test_the_interval_is_of_paired_losses():
-    losses = drawn(50)
     found = evaluation(losses + 0.03).difference_from(evaluation(losses))
-    assert found.interval.low == pytest.approx(found.fraction) == found.interval.high
+    assert found.fraction == pytest.approx(0.03 / losses.mean())
+    assert found.interval.low < found.fraction < found.interval.high
+
+
+def test_the_interval_is_of_paired_losses_and_of_their_ratio():
+    losses = drawn(50)
+    found = evaluation(losses * 1.01).difference_from(evaluation(losses))
+    assert [found.interval.low, found.fraction, found.interval.high] == pytest.approx([0.01] * 3)
 
 
 def test_five_sequences_are_too_few_for_an_interval():
@@ -95,13 +95,12 @@ def test_bits_per_byte_are_left_out_where_bytes_are_not_known():
 
 def test_the_table_shows_signed_differences_and_none_of_the_baseline():
     losses = drawn(8)
-    pair = evaluation(losses + 0.01, model=FP8, recipe="deepseek_v3"), evaluation(losses)
+    pair = evaluation(losses * 1.003, model=FP8, recipe="deepseek_v3"), evaluation(losses)
     table = evaluation_table(pair, TEXT, pair[1])
     rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
-    share = 0.01 / losses.mean()
     assert [row["folder"] for row in rows] == ["fp8", "bf16"]
-    assert [row["difference"] for row in rows] == [f"+{share:.3%}", ""]
-    assert rows[0]["95% interval"] == f"+{100 * share:.3f} … +{share:.3%}"
+    assert [row["difference"] for row in rows] == ["+0.300%", ""]
+    assert rows[0]["95% interval"] == "+0.300 … +0.300%"
 
 
 def test_a_difference_without_the_rounding_of_weights_is_named():

@@ -14,6 +14,7 @@ from octile.report.evaluation import Evaluation, evaluation_table, explanations,
 from octile.report.machine import machine
 from octile.report.table import screen_table
 from octile.torchrun import check_one_process
+from octile.train.data.corpus import is_path
 from octile.train.data.token_store import Manifest
 from octile.train.evaluation.command import Options
 from octile.train.evaluation.folders import OWN, ModelFolder
@@ -44,14 +45,15 @@ def evaluate(options: Options, console: Console) -> None:
     Raises:
         FileNotFoundError: there is no model, no tokenizer, no text or no recipe of these names.
         ValueError: a recipe is unknown, named twice or not one of the model; the tokenizers differ; the text is too
-            short, or no text; a sequence is longer than a context; the weights exceed the memory; or a file is damaged.
+            short, no text, or holds the file for the results; a sequence is longer than a context; the weights exceed
+            the memory; or a file is damaged.
         OSError: the file for the results cannot be written.
         FloatingPointError: a loss is NaN or Inf.
         MemoryError: there is no memory for a sequence.
     """
     device = pick_device(options.device)
     if options.json is not None:
-        check_output_file("json", options.json)
+        _check_json(options.json, options.data)
     names = _recipe_names(options.recipes)
     jobs = {ModelFolder.open(options.folder): names}
     if options.against is not None:
@@ -85,6 +87,13 @@ def evaluate(options: Options, console: Console) -> None:
         console.print_line(line)
     if options.json is not None:
         write_evaluations(options.json, found, size, baseline, machine(device))
+
+
+def _check_json(file: Path, data: str | None) -> None:
+    """Refuse a file that cannot be written, or that is a part of the text."""
+    check_output_file("json", file)
+    if data is not None and is_path(data) and file.exists() and file.resolve().is_relative_to(Path(data).resolve()):
+        raise ValueError(f"json {str(file)!r} is a file of data {data!r}, which it would replace: name another file")
 
 
 def _recipe_names(recipes: str) -> list[str]:

@@ -133,8 +133,9 @@ class ModelFolder:
         Raises:
             ValueError: they do.
         """
-        is_quantized = any(self.recipe(name).formats is not None for name in names)
-        needed = sum((4 + is_quantized) * parameter.numel() for parameter in self.model.parameters())
+        bf16 = 2 if device.type == "cuda" else 0  # autocast keeps them, besides FP32
+        copies = max(bf16 if self.recipe(name).formats is None else 1 for name in names)
+        needed = sum((4 + copies) * parameter.numel() for parameter in self.model.parameters())
         available = available_memory(device)
         if needed > available:
             raise ValueError(
@@ -207,7 +208,7 @@ def _explaining_memory(device: torch.device, sequences: Sequences) -> Iterator[N
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise MemoryError(
-            f"out of memory on the {device.type}: use a smaller --sequence-length (now "
-            f"{sequences.sequence_length:,}), or a smaller model"
-        ) from error
+        length, advice = sequences.sequence_length, "the model is too large for it"
+        if length > TOKENS_AT_ONCE:  # shorter ones are read together
+            advice = f"use a smaller --sequence-length (now {length:,}), or a smaller model"
+        raise MemoryError(f"out of memory on the {device.type}: {advice}") from error

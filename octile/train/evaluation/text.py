@@ -119,10 +119,15 @@ def check_data(data: str) -> None:
     """Refuse what cannot name a text or a token store, without reading a text.
 
     Raises:
-        ValueError: data is a file of examples, or as for `check_source`, which raises the other exceptions, too.
+        ValueError: data is a file of examples or the folder of a model, or as for `check_source`, which raises the
+            other exceptions, too.
     """
     if is_path(data) and find_token_store(Path(data)) is not None:
         return
+    if is_path(data) and next(Path(data).glob("*.safetensors"), None):
+        raise ValueError(
+            f"data {data!r} is the folder of a model: name a text, or the run whose held-out text is meant"
+        )
     check_source(data)
     if is_examples(data):
         raise ValueError(

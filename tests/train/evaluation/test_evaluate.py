@@ -316,6 +316,9 @@ def test_a_text_shorter_than_a_sequence_is_refused_with_what_is_needed(saved, tm
         ({"sequence_length": 129}, "sequence_length 129 exceeds the context of "),
         ({"data": ""}, "data is empty"),
         ({"data": "rows.jsonl"}, "data 'rows.jsonl' holds examples: name the folder of the run"),
+        ({"data": "model"}, "data 'model' is the folder of a model: name a text, or the run"),
+        ({"data": "rows.jsonl", "json": Path("rows.jsonl")}, "json 'rows.jsonl' is a file of data 'rows.jsonl'"),
+        ({"data": "model", "json": Path("model", "model.safetensors")}, "json 'model/model.safetensors' "),
         ({"data": None}, "data is not given, and "),
     ],
     ids=repr,
@@ -323,6 +326,8 @@ def test_a_text_shorter_than_a_sequence_is_refused_with_what_is_needed(saved, tm
 def test_bad_input_is_refused_before_any_work(saved, store, tmp_path, monkeypatch, options, says):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").touch()
     assert says in refused(saved("bf16"), **{"data": str(store.folder), **options})
 
 
@@ -342,6 +347,15 @@ def test_another_tokenizer_is_refused(saved, store, tmp_path):
 def test_a_model_that_exceeds_the_memory_is_refused(saved, store, monkeypatch):
     monkeypatch.setattr(folders, "available_memory", lambda device: 10**5)
     assert "but 100 kB are available on the cpu" in refused(saved("bf16"), data=str(store.folder))
+
+
+@pytest.mark.parametrize(("n", "says"), [(64, "the model is too large for it"), (8192, "a smaller --sequence-length")])
+def test_advice_for_lack_of_memory_is_such_that_it_helps(saved, n, says):
+    class Text:
+        sequence_length = n
+
+    with pytest.raises(MemoryError, match=says), folders._explaining_memory(CPU, Text()):
+        raise torch.OutOfMemoryError
 
 
 def test_weights_that_a_recipe_quantizes_are_in_memory_twice(saved, store, monkeypatch):
