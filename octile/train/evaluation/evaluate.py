@@ -44,9 +44,9 @@ def evaluate(options: Options, console: Console) -> None:
 
     Raises:
         FileNotFoundError: there is no model, no tokenizer, no text or no recipe of these names.
-        ValueError: a recipe is unknown, named twice or not one of the model; the tokenizers differ; the text is too
-            short, no text, or holds the file for the results; a sequence is longer than a context; the weights exceed
-            the memory; or a file is damaged.
+        ValueError: a recipe is unknown, named twice or not one of the model. The tokenizers differ. The text is too
+            short, no text, or holds the file for the results. A sequence exceeds a context. The weights exceed the
+            memory. A file is damaged.
         OSError: the file for the results cannot be written.
         FloatingPointError: a loss is NaN or Inf.
         MemoryError: there is no memory for a sequence.
