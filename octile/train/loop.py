@@ -205,6 +205,8 @@ def _train_joined(
         checkpoints = RunCheckpoints(run.checkpoints_of(config), ranks)
         stack.enter_context(explaining_failures(lambda: _how_to_continue(config, run, checkpoints)))
         stack.enter_context(console.stopped_before("the first step"))
+        # torchrun sends SIGTERM to the other ranks when one has ended, while they find how to continue
+        while_saying = termination_ignored if ranks.size > 1 else nullcontext
         try:
             checkpoint = checkpoints.latest() if resume else None
             if begun is not None and checkpoint is None:
@@ -223,14 +225,14 @@ def _train_joined(
                 stack.callback(kernels.close)
             return _train(config, run, device, resume, checkpoints, checkpoint, console, hook, ranks, kernels)
         except KeyboardInterrupt as interrupt:  # before the first step, or the second during one
-            with termination_ignored() if ranks.size > 1 else nullcontext():
+            with while_saying():
                 if (lost := failure_before(interrupt)) is not None:
                     raise _lost(lost, config, checkpoints) from interrupt
                 when = "at once" if run.config_file.exists() else "before the first step"
                 how = _how_to_continue(config, run, checkpoints)
                 raise Stopped.by(interrupt, f"stopped {when}; {how}") from None
         except Exception as error:
-            with termination_ignored() if ranks.size > 1 else nullcontext():  # which torchrun sends now
+            with while_saying():
                 if (lost_error := _lost(error, config, checkpoints)) is error:
                     raise
                 raise lost_error from error
