@@ -254,6 +254,18 @@ def warn_caller(message: str) -> None:
     warnings.warn(message, OctileWarning, stacklevel=level)
 
 
+def distinct_names(argument: str, names: Iterable[str]) -> list[str]:
+    """Return names without the space around them, and without empty ones.
+
+    Raises:
+        ValueError: one is there twice; the message names `argument`.
+    """
+    given = [name for name in map(str.strip, names) if name]
+    if twice := [name for name in given if given.count(name) > 1]:
+        raise ValueError(f"{argument} must differ, but {','.join(given)!r} names {twice[0]} twice")
+    return given
+
+
 def quoted(value: object) -> str:
     """A value for a message, shortened."""
     if isinstance(value, int) and not isinstance(value, bool):

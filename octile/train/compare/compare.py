@@ -46,6 +46,7 @@ from octile.train.run.console import RunConsole
 from octile.train.run.duration import check_duration
 from octile.train.run.folder import COMPARISON, DATA, check_unused, lock_folder, new_folder
 from octile.train.run.recipe_check import check_recipe
+from octile.validation import distinct_names
 
 RUNS = "runs"  # the folder in which the runs of a comparison save their states and results
 FREQUENCY_TOKENS = 10_000_000  # tokens of the training text in which the frequencies of tokens are counted
@@ -87,10 +88,7 @@ def compare(
     """
     require("tokenizers", "filelock", extra="train")
     require("matplotlib", "jinja2", extra="report")  # now, not when the report is written
-    given = [name for name in map(str.strip, recipes) if name]
-    if twice := [name for name in given if given.count(name) > 1]:
-        raise ValueError(f"recipes must differ, but {','.join(given)!r} names {twice[0]} twice")
-    recipes = tuple(name for name in given if name != BASELINE)
+    recipes = tuple(name for name in distinct_names("recipes", recipes) if name != BASELINE)
     stored = _stored(out) if resume else None
     texts: Mapping[str, str] = {} if stored is None else stored.recipe_texts
     named = {name: replace(config, recipe=name, recipe_text=texts.get(name)).with_file_texts() for name in recipes}

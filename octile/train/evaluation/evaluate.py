@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from octile.checkpoint.files import check_output_file
 from octile.parallel.device import pick_device
+from octile.recipe import Recipe
 from octile.report.console import Console, progress_bar
 from octile.report.evaluation import Evaluation, evaluation_table, explanations, write_evaluations
 from octile.report.machine import machine
@@ -19,6 +20,7 @@ from octile.train.data.token_store import Manifest
 from octile.train.evaluation.command import Options
 from octile.train.evaluation.folders import OWN, ModelFolder
 from octile.train.evaluation.text import Sequences, TextTokens, check_data, open_text, sequence_length_of
+from octile.validation import distinct_names
 
 BASELINE = "bf16"  # which the other recipes are compared with, unless another folder is given
 SEQUENCE_LENGTH = 1024  # tokens, where no run says another
@@ -55,11 +57,11 @@ def evaluate(options: Options, console: Console) -> None:
     if options.json is not None:
         _check_json(options.json, options.data)
     names = _recipe_names(options.recipes)
-    jobs = {ModelFolder.open(options.folder): names}
-    if options.against is not None:
-        jobs[ModelFolder.open(options.against)] = [OWN]
-    models = [*jobs]
-    _check(jobs, device)
+    models = [ModelFolder.open(folder) for folder in (options.folder, options.against) if folder is not None]
+    _check_tokenizers(models)
+    jobs = {each: {name: each.recipe(name) for name in (names if each is models[0] else [OWN])} for each in models}
+    for each, recipes in jobs.items():
+        each.check_memory(recipes.values(), device)
     _check_context(options.sequence_length, models)
     run_data = next((each.run_data for each in models if each.run_data is not None), None)
     data = options.data if run_data is None or options.data is not None else str(run_data)
@@ -98,27 +100,21 @@ def _check_json(file: Path, data: str | None) -> None:
 
 def _recipe_names(recipes: str) -> list[str]:
     """Read the names of recipes, OWN first: the others replace it in the model."""
-    names = [name for name in map(str.strip, recipes.split(",")) if name]
+    names = distinct_names("recipes", recipes.split(","))
     if not names:
         raise ValueError("recipes is empty: name recipes, separated by commas")
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"recipes must differ, but {recipes!r} names {twice[0]} twice")
     return sorted(names, key=lambda name: name != OWN)
 
 
-def _check(jobs: dict[ModelFolder, list[str]], device: torch.device) -> None:
-    """Refuse models with other recipes than they can have, of another tokenizer, or too large for the memory."""
-    first, *others = jobs
+def _check_tokenizers(models: Sequence[ModelFolder]) -> None:
+    """Refuse models of different tokenizers."""
+    first, *others = models
     for other in others:
         if other.tokenizer.fingerprint != first.tokenizer.fingerprint:
             raise ValueError(
                 f"against must have the tokenizer of {first.name}, but {other.name} has another one: their losses "
                 "would be of other tokens"
             )
-    for each, names in jobs.items():
-        for name in names:
-            each.recipe(name)
-        each.check_memory(names, device)
 
 
 def _check_context(sequence_length: int | None, models: Sequence[ModelFolder]) -> None:
@@ -131,14 +127,14 @@ def _check_context(sequence_length: int | None, models: Sequence[ModelFolder]) -
         )
 
 
-def _check_text(jobs: dict[ModelFolder, list[str]], text: TextTokens, data: str) -> None:
+def _check_text(jobs: Mapping[ModelFolder, Mapping[str, Recipe]], text: TextTokens, data: str) -> None:
     """Refuse tokens of another tokenizer, and packed examples that a recipe does not take."""
     first = next(iter(jobs))
     if text.tokenizer.fingerprint != first.tokenizer.fingerprint:
         raise ValueError(f"data {data!r} was encoded by another tokenizer than that of {first.name}")
     if text.is_packed:
-        for each, names in jobs.items():
-            each.check_packed(names)
+        for each, recipes in jobs.items():
+            each.check_packed(recipes.values())
 
 
 def _sequence_length(given: int | None, models: Sequence[ModelFolder], text: TextTokens, run_data: Path | None) -> int:

@@ -9,7 +9,7 @@ Shapes: B sequences of S tokens at a time, N in all.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,13 +107,13 @@ class ModelFolder:
         is_power_of_2 = scale_rule(self.model.config.extra) == "power_of_2"
         return recipe.with_weight_scale("power_of_2") if is_power_of_2 else recipe
 
-    def check_packed(self, names: Sequence[str]) -> None:
+    def check_packed(self, recipes: Iterable[Recipe]) -> None:
         """Refuse packed sequences where a recipe, or the model, does not know the borders of texts in them.
 
         Raises:
-            ValueError: one of the named recipes or the model does not.
+            ValueError: one of the recipes or the model does not.
         """
-        exact = next((recipe for recipe in map(self.recipe, names) if recipe.batch_invariant), None)
+        exact = next((recipe for recipe in recipes if recipe.batch_invariant), None)
         if exact is not None or self.model.config.has_indexer:
             what = "its indexer does" if exact is None else f"recipe {exact.name} does"
             raise ValueError(
@@ -121,20 +121,20 @@ class ModelFolder:
                 "texts that share a sequence"
             )
 
-    def check_memory(self, names: Sequence[str], device: torch.device) -> None:
+    def check_memory(self, recipes: Iterable[Recipe], device: torch.device) -> None:
         """Refuse a model whose FP32 weights exceed the memory that is available.
 
         Those that a recipe quantizes to 8 bits are in it in addition, whatever the folder holds.
 
         Args:
-            names: names of recipes.
+            recipes: in which it is evaluated, one after the other.
             device: where to compute.
 
         Raises:
             ValueError: they do.
         """
-        bf16 = 2 if device.type == "cuda" else 0  # autocast keeps them, besides FP32
-        copies = max(bf16 if self.recipe(name).formats is None else 1 for name in names)
+        bf16 = 2 if device.type == "cuda" else 0  # autocast caches them, besides FP32
+        copies = max(bf16 if recipe.formats is None else 1 for recipe in recipes)
         needed = sum((4 + copies) * parameter.numel() for parameter in self.model.parameters())
         available = available_memory(device)
         if needed > available:
@@ -154,13 +154,17 @@ class ModelFolder:
         return EvaluatedModel(self.name, counts.total, counts.active, shares)
 
     def evaluate(
-        self, sequences: Sequences, names: Sequence[str], device: torch.device, advance: Callable[[int], object]
+        self,
+        sequences: Sequences,
+        recipes: Mapping[str, Recipe],
+        device: torch.device,
+        advance: Callable[[int], object],
     ) -> Iterator[Evaluation]:
         """Read the weights, and yield the losses under each recipe.
 
         Args:
             sequences: sequences of a text that was encoded by this tokenizer.
-            names: names of recipes; OWN only as the first.
+            recipes: by their names, as of `recipe`; OWN only as the first.
             device: where to compute.
             advance: called with the number of sequences that were evaluated since the last call.
 
@@ -171,8 +175,7 @@ class ModelFolder:
         """
         described = self.describe()
         model = load(self.path, torch.float32, device)
-        for name in names:
-            recipe = self.recipe(name)
+        for name, recipe in recipes.items():
             if name != OWN or recipe.formats is None:  # otherwise `load` has applied it, to the FP8 layers only
                 apply_recipe(model, recipe)
             with _explaining_memory(device, sequences), forward_precision(device, recipe.compute):

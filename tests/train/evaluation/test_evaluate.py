@@ -93,7 +93,7 @@ def test_losses_are_those_of_the_trainer_s_validation(saved, store, recipe):
     with open_text(str(store.folder), folder.tokenizer) as held_out:
         sequences = Sequences.of(held_out, 32, 5)
         (windows,) = sequences.read(5)
-        (found,) = folder.evaluate(sequences, [recipe], CPU, lambda n: None)
+        (found,) = folder.evaluate(sequences, {recipe: folder.recipe(recipe)}, CPU, lambda n: None)
     np.testing.assert_allclose(found.loss_sum_N / found.labels_N, expected(windows).numpy(), rtol=1e-6)
 
 
