@@ -235,7 +235,8 @@ class MoE(FusableModule):
         return Fusion(recipe, recipe.formats) if can_fuse_size(self.experts.down.shape[-1]) else None
 
     def _fused(self, x: BlockInput) -> Tensor:
-        routing, plan = self._route(x, x.shape[0])
+        x, x_gate, x_shared = x.for_readers()
+        routing, plan = self._route(x_gate, x.shape[0])
         shared_experts = self.shared_experts
 
         def shared() -> Tensor:
@@ -243,7 +244,7 @@ class MoE(FusableModule):
             shares_input = self._shares_input(shared_experts, x.recipe)
             if not shares_input:
                 check_not_batch_invariant(shared_experts.modules())
-            return shared_experts(x if shares_input else x.x).view(x.x.shape)
+            return shared_experts(x_shared if shares_input else x_shared.x).view(x.x.shape)
 
         weights = (self.experts.gate_up, self.experts.down, routing.weights_TK)
         return experts_feed_forward(

@@ -107,7 +107,13 @@ def _(x, weight, eps, fmt, power_of_2, values=False):
 
 @operator()
 def rms_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, add: Tensor | None = None
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    add: Tensor | None = None,
+    dy2: Tensor | None = None,
+    dy3: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of x and weight in FP32, each rounded once.
 
@@ -116,6 +122,7 @@ def rms_norm_backward(
         x, weight: as in the forward pass.
         rstd: [M] float32, from the forward pass.
         add: [M, K] in x's dtype, another gradient of x, to be added before rounding; None: zeros.
+        dy2, dy3: as dy, from other layers that read y: the gradient of y is (dy + dy2) + dy3; None: zeros.
 
     Returns:
         dx + add [M, K] in x's dtype, dweight [K] float32.
@@ -124,8 +131,10 @@ def rms_norm_backward(
         TypeError: a tensor has another dtype.
         ValueError: shapes or devices do not fit together.
     """
-    _check_backward(dy, x, weight, rstd, add)
+    _check_backward(dy, x, weight, rstd, add, dy2, dy3)
     unit, dy = x.float() * rstd[:, None], dy.float()
+    for other in (dy2, dy3):
+        dy = dy if other is None else dy + other.float()
     dunit = dy * weight.float()
     dx = (dunit - unit * (dunit * unit).mean(-1, keepdim=True)) * rstd[:, None]
     dx = dx if add is None else dx + add.float()
@@ -133,16 +142,16 @@ def rms_norm_backward(
 
 
 @rms_norm_backward.register_fake
-def _(dy, x, weight, rstd, add=None):
+def _(dy, x, weight, rstd, add=None, dy2=None, dy3=None):
     return x.new_empty(x.shape), x.new_empty(x.shape[1], dtype=torch.float32)
 
 
 @rms_norm_backward.register_kernel("cuda")
-def _(dy, x, weight, rstd, add=None):
+def _(dy, x, weight, rstd, add=None, dy2=None, dy3=None):
     from octile.kernels.triton import norm
 
-    _check_backward(dy, x, weight, rstd, add)
-    return norm.launch_backward(dy, x, weight, rstd, add)
+    _check_backward(dy, x, weight, rstd, add, dy2, dy3)
+    return norm.launch_backward(dy, x, weight, rstd, add, dy2, dy3)
 
 
 def _check(x: Tensor, weight: Tensor, fmt: str) -> None:
@@ -151,20 +160,25 @@ def _check(x: Tensor, weight: Tensor, fmt: str) -> None:
         raise ValueError(f"fmt must be 'e4m3', 'e5m2' or 'int8', not {fmt!r}")
 
 
-def _check_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, add: Tensor | None) -> None:
+def _check_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, add: Tensor | None, dy2: Tensor | None, dy3: Tensor | None
+) -> None:
     check_operands(x, weight)
-    check_input_dtype("dy", dy)
     if rstd.dtype != torch.float32:
         raise TypeError(f"rstd must be float32, not {rstd.dtype}")
-    if dy.shape != x.shape:
-        raise ValueError(f"dy must be {tuple(x.shape)} as x, not {tuple(dy.shape)}")
+    for name, gradient in (("dy", dy), ("dy2", dy2), ("dy3", dy3)):
+        if gradient is None:
+            continue
+        check_input_dtype(name, gradient)
+        if gradient.shape != x.shape:
+            raise ValueError(f"{name} must be {tuple(x.shape)} as x, not {tuple(gradient.shape)}")
     if rstd.shape != x.shape[:1]:
         raise ValueError(f"rstd must be ({len(x)},), one for each row of x, not {tuple(rstd.shape)}")
     if add is not None and add.dtype != x.dtype:
         raise TypeError(f"add must be {x.dtype} as x, not {add.dtype}")
     if add is not None and add.shape != x.shape:
         raise ValueError(f"add must be {tuple(x.shape)} as x, not {tuple(add.shape)}")
-    for name, t in (("dy", dy), ("rstd", rstd), ("add", add)):
+    for name, t in (("dy", dy), ("rstd", rstd), ("add", add), ("dy2", dy2), ("dy3", dy3)):
         if t is not None:
             check_device("x", x, name, t)
 

@@ -97,10 +97,11 @@ def test_rms_norm_agrees_with_the_cpu(shape: tuple[int, int], dtype: torch.dtype
 
     dy, add = random(m, k, dtype=dtype, seed=2), random(m, k, dtype=dtype, seed=3)
     rstd = rstd.nan_to_num(1, 1)
-    for added in (None, add):
-        on_gpu = [None if t is None else t.cuda() for t in (dy, x, weight, rstd, added)]
-        found, found_dweight = rms_norm_backward(*on_gpu)
-        expected, dweight = rms_norm_backward(dy, x, weight, rstd, added)
+    dy2, dy3 = random(m, k, dtype=dtype, seed=4), random(m, k, dtype=dtype, seed=5)
+    for more in ((), (add,), (add, dy2), (add, None, dy3), (None, dy2, dy3)):
+        arguments = dy, x, weight, rstd, *more
+        found, found_dweight = rms_norm_backward(*(None if t is None else t.cuda() for t in arguments))
+        expected, dweight = rms_norm_backward(*arguments)
         largest = (
             expected.float().nan_to_num(0, 0, 0).abs().amax(1, keepdim=True).expand_as(expected) if m else expected
         )

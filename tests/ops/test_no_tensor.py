@@ -199,7 +199,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     read_latents: (CACHE, SLOTS, 100, torch.float32),
     requantize_transposed: (ENCODED, SCALE, False, "int8", ENDS - 1, TILES[:1]),
     rms_norm: (X, FLAT, 1e-6),
-    rms_norm_backward: (X, X, FLAT, torch.ones(2), X),
+    rms_norm_backward: (X, X, FLAT, torch.ones(2), X, X, X),
     rms_norm_quantize: (X, FLAT, 1e-6, "int8", False),
     rotate_: (HEADS.clone(), ONE, ONE),
     rotate_and_copy_: (HEADS.clone(), HEADS.clone(), ONE, ONE),

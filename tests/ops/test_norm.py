@@ -63,6 +63,18 @@ def test_another_gradient_is_added_before_the_rounding():
     assert torch.equal(rms_norm_backward(dy, x, weight, rstd, add)[0], exact.bfloat16())
 
 
+@pytest.mark.parametrize("given", [(True, False), (False, True), (True, True)], ids=["second", "third", "both"])
+def test_gradients_of_other_readers_are_added_before_the_rounding(given: tuple[bool, bool]):
+    x, weight = inputs(torch.bfloat16)
+    dy, *others = torch.randn(3, 20, 300).bfloat16()
+    others = [dy if is_given else None for dy, is_given in zip(others, given, strict=True)]
+    rstd, add = torch.rand(20), torch.randn(20, 300).bfloat16()
+    exact = dy.float() + sum(dy.float() for dy in others if dy is not None)
+    expected = rms_norm_backward(exact, x, weight, rstd, add)
+    for found, of_sum in zip(rms_norm_backward(dy, x, weight, rstd, add, *others), expected, strict=True):
+        assert torch.equal(found, of_sum)
+
+
 def test_no_rows_give_no_rows():
     data, scale, rstd, y = rms_norm_quantize(torch.empty(0, 128), torch.ones(128), 1e-6, "e4m3", False, True)
     assert (data.shape, scale.shape, rstd.shape, y.shape) == ((0, 128), (0, 1), (0,), (0, 128))
@@ -79,6 +91,10 @@ CALLS: dict[str, Any] = {
     "gradients, added": lambda: (
         rms_norm_backward,
         (torch.randn(20, 300), *inputs(), torch.rand(20), torch.randn(20, 300)),
+    ),
+    "gradients of three readers": lambda: (
+        rms_norm_backward,
+        (torch.randn(20, 300), *inputs(), torch.rand(20), *torch.randn(3, 20, 300)),
     ),
 }
 
@@ -139,3 +155,21 @@ def test_gradients_that_do_not_fit_are_refused(dy: Tensor, rstd: Tensor, error: 
 def test_an_addend_that_does_not_fit_is_refused(add: Tensor, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         rms_norm_backward(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(3), torch.ones(2), add)
+
+
+@pytest.mark.parametrize(
+    ("dy2", "dy3", "error", "message"),
+    [
+        (torch.zeros(2, 3).double(), None, TypeError, "dy2 must be float32, bfloat16 or float16, not"),
+        (None, torch.zeros(3, 3), ValueError, r"dy3 must be \(2, 3\) as x, not \(3, 3\)"),
+        (None, torch.zeros(2, 3, device="meta"), ValueError, "dy3"),
+    ],
+    ids=["dtype", "shape", "device"],
+)
+def test_gradients_of_other_readers_that_do_not_fit_are_refused(
+    dy2: Tensor | None, dy3: Tensor | None, error: type[Exception], message: str
+):
+    with pytest.raises(error, match=message):
+        rms_norm_backward(
+            torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(3), torch.ones(2), torch.zeros(2, 3), dy2, dy3
+        )

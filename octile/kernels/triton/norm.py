@@ -48,9 +48,15 @@ def launch_high_precision(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor
 
 
 def launch_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, add: Tensor | None = None
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    add: Tensor | None = None,
+    dy2: Tensor | None = None,
+    dy3: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """dy, x, add [M, K], any strides, and rstd [M] → dx + add [M, K] in x's dtype, dweight [K] float32."""
+    """dys, x, add [M, K], any strides, and rstd [M] → dx + add [M, K] in x's dtype, dweight [K] float32."""
     m, k = x.shape
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     shape = _rows_of_program(k, launch_config.NORM_BACKWARD_OF_SEVERAL_ROWS)
@@ -60,12 +66,14 @@ def launch_backward(
     programs_per_sm = 2 if shape["ROWS"] > 1 else launch_config.NORM_BACKWARD_PROGRAMS
     programs = min(triton.cdiv(m, shape["ROWS"]), programs_per_sm * device_properties(x.device).num_sms)
     partials = torch.empty(programs, k, dtype=torch.float32, device=x.device)
-    added = x if add is None else add  # not read without add
+    # those that are missing are not read
+    others = [x if t is None else t for t in (add, dy2, dy3)]
+    given = {"ADD": add is not None, "DY2": dy2 is not None, "DY3": dy3 is not None}
     if m and k:
         with torch.cuda.device_of(x):
             rms_norm_backward[(programs,)](
-                dy, x, weight, rstd, added, m, k, *dy.stride(), *x.stride(), weight.stride(0), rstd.stride(0),
-                *added.stride(), dx, partials, ADD=add is not None, **shape, **EXACT,
+                dy, x, weight, rstd, *others, m, k, *dy.stride(), *x.stride(), weight.stride(0), rstd.stride(0),
+                *(step for t in others for step in t.stride()), dx, partials, **given, **shape, **EXACT,
             )  # fmt: skip
     return dx, partial_sums.launch(partials)
 
@@ -86,6 +94,7 @@ def compile_cases() -> cases.CompileCases:
         "RMSNorm": lambda: launch(x, weight, 1e-6, cases.E4M3, False, True),
         "RMSNorm in high precision": lambda: launch_high_precision(x, master, 1e-6),
         "RMSNorm backward": lambda: launch_backward(x, x, weight, rstd),
+        "RMSNorm backward of three gradients": lambda: launch_backward(x, x, weight, rstd, x, x, x),
         "ragged: RMSNorm": lambda: launch(ragged, cases.empty(ragged.shape[1]), 1e-6, cases.E4M3, False),
     }
 
@@ -139,9 +148,9 @@ def _normalize(x, weight, eps, m, k, M, K, x_row, x_col, weight_step, rstd):
 
 @triton.jit(do_not_specialize=["M"])
 def rms_norm_backward(
-    dy, x, weight, rstd, add, M, K, dy_row, dy_col, x_row, x_col, weight_step, rstd_step, add_row, add_col,
-    dx, partials,
-    ADD: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    dy, x, weight, rstd, add, dy2, dy3, M, K, dy_row, dy_col, x_row, x_col, weight_step, rstd_step,
+    add_row, add_col, dy2_row, dy2_col, dy3_row, dy3_col, dx, partials,
+    ADD: tl.constexpr, DY2: tl.constexpr, DY3: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """A program takes ROWS rows at a time, in steps of the grid, and sums its partial of the weight's gradient."""
     k = tl.arange(0, TILES * 128)
@@ -149,40 +158,51 @@ def rms_norm_backward(
     dweight = tl.zeros([ROWS, TILES * 128], tl.float32)  # summed over the rows once, after the loop
     start = tl.program_id(0) * ROWS
     step = tl.num_programs(0) * ROWS
-    next_dy, next_x, next_rstd = _load_rows(dy, x, rstd, start, k, M, K, dy_row, dy_col, x_row, x_col, rstd_step, ROWS)
+    next_dy = _load_rows(dy, start, k, M, K, dy_row, dy_col, ROWS)
+    next_x = _load_rows(x, start, k, M, K, x_row, x_col, ROWS)
+    next_rstd = _load_rstd(rstd, start, M, rstd_step, ROWS)
+    if DY2:
+        next_dy2 = _load_rows(dy2, start, k, M, K, dy2_row, dy2_col, ROWS)
+    if DY3:
+        next_dy3 = _load_rows(dy3, start, k, M, K, dy3_row, dy3_col, ROWS)
     for first in range(start, M, step):
-        m = first + tl.arange(0, ROWS)
-        inside = (m < M)[:, None] & (k < K)[None, :]
         if ADD:
-            other = tl.load(add + m.to(tl.int64)[:, None] * add_row + k.to(tl.int64)[None, :] * add_col, mask=inside)
+            other = _load_rows(add, first, k, M, K, add_row, add_col, ROWS)
         gradient = next_dy.to(tl.float32)
+        if DY2:
+            gradient += next_dy2.to(tl.float32)
+        if DY3:
+            gradient += next_dy3.to(tl.float32)
         rstd_rows = next_rstd[:, None]
         normalized = next_x.to(tl.float32) * rstd_rows
         # the loads of the next rows are in flight while these are summed
-        next_dy, next_x, next_rstd = _load_rows(
-            dy, x, rstd, first + step, k, M, K, dy_row, dy_col, x_row, x_col, rstd_step, ROWS
-        )
+        next_dy = _load_rows(dy, first + step, k, M, K, dy_row, dy_col, ROWS)
+        next_x = _load_rows(x, first + step, k, M, K, x_row, x_col, ROWS)
+        next_rstd = _load_rstd(rstd, first + step, M, rstd_step, ROWS)
+        if DY2:
+            next_dy2 = _load_rows(dy2, first + step, k, M, K, dy2_row, dy2_col, ROWS)
+        if DY3:
+            next_dy3 = _load_rows(dy3, first + step, k, M, K, dy3_row, dy3_col, ROWS)
         dweight += gradient * normalized
         dnormalized = gradient * w[None, :]
         value = (dnormalized - normalized * (tl.sum(dnormalized * normalized, axis=1) / K)[:, None]) * rstd_rows
         if ADD:
             value += other.to(tl.float32)
+        m = first + tl.arange(0, ROWS)
         at = m.to(tl.int64)[:, None] * K + k[None, :]
-        tl.store(dx + at, value.to(dx.dtype.element_ty), mask=inside)
+        tl.store(dx + at, value.to(dx.dtype.element_ty), mask=(m < M)[:, None] & (k < K)[None, :])
     tl.store(partials + tl.program_id(0) * K + k, tl.sum(dweight, axis=0), mask=k < K)
 
 
 @triton.jit
-def _load_rows(
-    dy, x, rstd, first, k, M, K, dy_row, dy_col, x_row, x_col, rstd_step, ROWS: tl.constexpr
-):  # fmt: skip
-    """Load rows of dy and x in their dtypes, zeros past the last row, and their rstd."""
+def _load_rows(t, first, k, M, K, row_step, column_step, ROWS: tl.constexpr):
+    """Load rows of t in its dtype, zeros past the last row."""
     m = first + tl.arange(0, ROWS)
-    inside = (m < M)[:, None] & (k < K)[None, :]
-    row = m.to(tl.int64)[:, None]
-    column = k.to(tl.int64)[None, :]
-    return (
-        tl.load(dy + row * dy_row + column * dy_col, mask=inside, other=0.0),
-        tl.load(x + row * x_row + column * x_col, mask=inside, other=0.0),
-        tl.load(rstd + m * rstd_step, mask=m < M, other=0.0),
-    )
+    at = m.to(tl.int64)[:, None] * row_step + k.to(tl.int64)[None, :] * column_step
+    return tl.load(t + at, mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
+
+
+@triton.jit
+def _load_rstd(rstd, first, M, step, ROWS: tl.constexpr):
+    m = first + tl.arange(0, ROWS)
+    return tl.load(rstd + m * step, mask=m < M, other=0.0)

@@ -8,7 +8,8 @@ Each half of a transformer block computes x + layer(norm(x)). With
 the norm and both uses of x are one autograd function where the layer is fused:
 
     forward     norm(x) → 1×128 in one kernel; only x and one value a token are saved for backward
-    backward    dx = the norm's gradient + the residual's gradient, added in FP32 as the norm's kernel writes dx
+    backward    dx = the norm's gradient + the residual's gradient, added in FP32 as the norm's kernel writes dx; the
+                gradients of a mixture's gate, experts and shared experts are added as the kernel reads them
 
 Where the layer is not fused, the norm and both uses of x are one function as well, with norm(x) in high precision.
 A norm that has hooks or was replaced is called: the results are x itself and norm(x).
@@ -64,12 +65,12 @@ def norm_block_input(x: Tensor, norm: RMSNorm, recipe: Recipe, values: bool = Fa
 
     Args:
         recipe: recipe of these layers; one with `formats`.
-        values: whether another layer reads and saves norm(x) in high precision.
+        values: whether other layers read and save norm(x) in high precision.
     """
     assert recipe.formats is not None
-    x_format, x_TK = recipe.formats.x, x.reshape(-1, x.shape[-1])
+    x_format, x_TK, n_same = recipe.formats.x, x.reshape(-1, x.shape[-1]), 2 if values else 0
     values = values or has_gemm_observers()
-    y, data, scale, residual = _NormAndQuantize.apply(x_TK, norm.weight, norm.eps, x_format, values)
+    y, data, scale, residual, *same = _NormAndQuantize.apply(x_TK, norm.weight, norm.eps, x_format, values, n_same)
     q = report_quantization("x", ScaledTensor(data, scale, TILE))
     saved: tuple[Tensor, ...] = (x_TK.detach(), norm.weight.detach())
     how_saved = Saved("norm", x_format, norm.eps)
@@ -77,14 +78,14 @@ def norm_block_input(x: Tensor, norm: RMSNorm, recipe: Recipe, values: bool = Fa
         saved, how_saved = (data, scale), Saved("quantized", x_format)
         if values:
             saved, how_saved = (y.detach(), *saved), Saved("both", x_format)
-    return residual, BlockInput(y, q, saved, how_saved, recipe, x.shape)
+    return residual, BlockInput(y, q, saved, how_saved, recipe, x.shape, tuple(same))
 
 
 class _NormAndQuantize(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TK: Tensor, weight_K: Tensor, eps: float, x_format: OperandFormat, values: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ctx: Any, x_TK: Tensor, weight_K: Tensor, eps: float, x_format: OperandFormat, values: bool, n_same: int
+    ) -> tuple[Tensor, ...]:
         power_of_2 = x_format.scale == "power_of_2"
         data, scale, rstd, y = rms_norm_quantize(x_TK, weight_K, eps, x_format.fmt.name, power_of_2, values)
         if not values:
@@ -92,15 +93,22 @@ class _NormAndQuantize(torch.autograd.Function):
         ctx.save_for_backward(x_TK, weight_K, rstd)
         ctx.mark_non_differentiable(data, scale)
         ctx.set_materialize_grads(False)
-        return y, data, scale, x_TK.view_as(x_TK)
+        return y, data, scale, x_TK.view_as(x_TK), *(y.view_as(y) for _ in range(n_same))
 
     @staticmethod
     @first_derivative_only
     def backward(
-        ctx: Any, dy_TK: Tensor | None, _: None, __: None, dresidual_TK: Tensor | None
+        ctx: Any,
+        dy_TK: Tensor | None,
+        _: None,
+        __: None,
+        dresidual_TK: Tensor | None,
+        *other_dys: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        if dy_TK is None:
-            return dresidual_TK, None, None, None, None
+        dys_TK = [dy for dy in (dy_TK, *other_dys) if dy is not None]
+        if not dys_TK:
+            return dresidual_TK, None, None, None, None, None
         x_TK, weight_K, rstd_T = ctx.saved_tensors
-        dx_TK, dweight_K = rms_norm_backward(dy_TK, x_TK, weight_K, rstd_T, dresidual_TK)
-        return dx_TK, dweight_K.to(weight_K.dtype), None, None, None
+        first, *others = dys_TK
+        dx_TK, dweight_K = rms_norm_backward(first, x_TK, weight_K, rstd_T, dresidual_TK, *others)
+        return dx_TK, dweight_K.to(weight_K.dtype), None, None, None, None

@@ -88,6 +88,22 @@ def test_gradients(shape: tuple[int, int], dtype: torch.dtype, added: bool):
 
 
 @any_gpu
+@pytest.mark.parametrize("shape", [(70, 300), (1, 7), (3, 5000), (0, 128)], ids=str)
+@pytest.mark.parametrize("given", [(True, False), (False, True), (True, True)], ids=["second", "third", "both"])
+def test_gradients_of_several_readers(shape: tuple[int, int], given: tuple[bool, bool]):
+    x, weight, dy, dy2, dy3, add = (
+        t.bfloat16() for t in (finite(*shape), torch.rand(shape[1]), *torch.randn(4, *shape))
+    )
+    others = dy2.mT.contiguous().mT if given[0] else None, dy3 if given[1] else None
+    rstd = rms_norm_quantize(x, weight, 1e-6, "e4m3", False)[2]
+    dx, dweight = norm.launch_backward(dy, x, weight, rstd, add, *others)
+    expected_dx, expected_dweight = rms_norm_backward(dy, x, weight, rstd, add, *others)
+    size = expected_dx.float().abs().amax(-1, keepdim=True)
+    assert ((dx.float() - expected_dx.float()).abs() <= 2.0**-8 * size).all()
+    torch.testing.assert_close(dweight, expected_dweight, rtol=1e-5, atol=1e-5)
+
+
+@any_gpu
 def test_gradients_of_more_rows_than_programs_run_at_once():
     x, weight, dy = torch.randn(700, 130), torch.rand(130), torch.randn(700, 130)
     rstd = torch.rand(700) + 0.5

@@ -73,7 +73,7 @@ def small():
 def test_the_kernels_of_small_are_those_of_its_first_step(small):
     assert small["hopper"] == HOPPER_KERNELS_OF_SMALL
     assert set(small["triton"]) == TRITON_KERNELS_OF_SMALL
-    assert sum(small["triton"].values()) == 21  # as many as Triton compiles for these launches
+    assert sum(small["triton"].values()) == 22  # as many as Triton compiles for these launches
 
 
 @pytest.mark.slow
