@@ -1,18 +1,23 @@
 """Times attention within packed texts: octile's kernels, torch's FlashAttention-2, cuDNN's for texts of one length.
 
-python kernels.py
+python kernels.py [MORE …]
+
+MORE are flash-attn-4, where it is installed, and `prompts`: attention of a server's prompts, forward only.
 
 ms forward and backward, the median of eight rounds with a cold L2 cache, and the errors of o, dq, dk and dv relative
 to the norm of FlashAttention-2's. That needs equally many channels in keys and values, so zeros are appended, and gets
 the length of a sequence as that of the longest text, as training gave it.
 """
 
+import sys
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octile.bench.kernel_time import work_seconds
-from octile.ops.attention import attention, attention_backward
+from octile.bench.kernel_time import host_seconds, work_seconds
+from octile.kernels.triton import ragged_attention as triton_kernel
+from octile.ops.attention import attention, attention_backward, ragged_attention
 from octile.ops.packed_attention import packed_attention, packed_attention_backward
 
 HEADS_AND_CHANNELS = (16, 192, 128), (8, 64, 64), (32, 128, 128), (128, 192, 128)
@@ -68,6 +73,29 @@ class Packed:
         return packed_attention_backward(do, q, k, v, o, lse, self.starts, self.scale)
 
 
+class FlashAttention4:
+    """The CuTe kernels of flash-attn-4, an optional library."""
+
+    def __init__(self, starts: Tensor, longest: int, scale: float, key_starts: Tensor | None = None, keys: int = 0):
+        from flash_attn.cute import interface
+
+        self.library = interface
+        self.arguments = {
+            "softmax_scale": scale,
+            "causal": True,
+            "cu_seqlens_q": starts,
+            "cu_seqlens_k": starts if key_starts is None else key_starts,
+            "max_seqlen_q": longest,
+            "max_seqlen_k": keys or longest,
+        }
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return self.library._flash_attn_fwd(q, k, v, **self.arguments, return_lse=True)[:2]
+
+    def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        return self.library._flash_attn_bwd(q, k, v, o, do, lse, **self.arguments)[:3]
+
+
 class Whole:
     """Attention of sequences without borders; torch chooses cuDNN's kernels on Hopper."""
 
@@ -100,6 +128,8 @@ def measure(name: str, heads: int, x: int, values: int, lengths: list[int], long
     )
     starts = F.pad(torch.tensor(lengths, device="cuda").cumsum(0), (1, 0)).int()
     kernels = {"FlashAttention-2": FlashAttention2(starts, longest, x**-0.5), "octile": Packed(starts, x**-0.5)}
+    if "flash-attn-4" in sys.argv:
+        kernels["flash-attn-4"] = FlashAttention4(starts, longest, x**-0.5)
     if len({*lengths}) == 1:
         kernels["whole (cuDNN)"] = Whole(lengths[0], x**-0.5)
     results = {each: kernel.forward(q, k, v) for each, kernel in kernels.items()}
@@ -117,8 +147,55 @@ def measure(name: str, heads: int, x: int, values: int, lengths: list[int], long
         print(f"{heads:4} {x}/{values:<4}{name:27}{each:18}{times} ms   {errors}", flush=True)
 
 
+def prompt_cases() -> dict[str, list[tuple[int, int]]]:
+    """The rows and the keys of each prompt that a step of 8,192 tokens reads."""
+    return {
+        "8 x 1024": [(1024, 1024)] * 8,
+        "2 x 4096": [(4096, 4096)] * 2,
+        "1 x 8192": [(8192, 8192)],
+        "8 x 1000": [(1000, 1000)] * 8,
+        "2 of 4000": [(4000, 4000)] * 2,
+        "3700, 2300, 1400, 700, 92": [(n, n) for n in (3700, 2300, 1400, 700, 92)],
+        "32 of 256": [(256, 256)] * 32,
+        "8192 rows after 24576": [(8192, 32768)],
+        "2048 rows after 30720": [(2048, 32768)],
+        "1024 rows after 3072": [(1024, 4096)],
+        "512 rows alone": [(512, 512)],
+    }
+
+
+def measure_prompts(heads: int, x: int, values: int, name: str, texts: list[tuple[int, int]]) -> None:
+    rows, keys = (torch.tensor(n, device="cuda") for n in zip(*texts, strict=True))
+    starts, key_starts = (F.pad(n.cumsum(0), (1, 0)).int() for n in (rows, keys))
+    longest = int(rows.max()), int(keys.max())
+    q = torch.randn(int(rows.sum()), heads, x, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(int(keys.sum()), heads, width, device="cuda", dtype=torch.bfloat16) for width in (x, values))
+    out = q.new_empty(len(q), heads, values)
+    ragged = starts, key_starts, *longest, x**-0.5
+
+    def triton() -> Tensor:
+        triton_kernel.launch(out, q, k, v, starts, key_starts, x**-0.5)
+        return out
+
+    works = {"Triton": triton, "octile": lambda: (ragged_attention(out, q, k, v, *ragged), out)[1]}
+    if "flash-attn-4" in sys.argv:
+        fa4 = FlashAttention4(starts, longest[0], x**-0.5, key_starts, longest[1])
+        works["flash-attn-4"] = lambda: fa4.forward(q, k, v)[0]
+        works["flash-attn-4, without lse"] = lambda: fa4.library._flash_attn_fwd(q, k, v, **fa4.arguments, out=out)[0]
+    expected = triton().clone()
+    errors = {each: error(work(), expected) for each, work in works.items()}
+    seconds, host = work_seconds(works, rounds=8), {each: host_seconds(work) for each, work in works.items()}
+    for each in works:
+        times = f"{1e3 * seconds[each]:8.3f} ms, host {1e6 * host[each]:5.0f} µs"
+        print(f"prompts {heads:4} {x}/{values:<4}{name:27}{each:27}{times}   {errors[each]:.4f}", flush=True)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
+    if "prompts" in sys.argv:
+        for sizes in (16, 192, 128), (128, 192, 128), (64, 128, 128):
+            for name, texts in prompt_cases().items():
+                measure_prompts(*sizes, name, texts)
     for sizes in HEADS_AND_CHANNELS:
         for name, texts in cases().items():
             measure(name, *sizes, *texts)
