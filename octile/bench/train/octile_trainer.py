@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
 
 from octile.bench.train.worker import Requests
 from octile.train.config import TrainConfig
 from octile.train.loop import train
 from octile.train.run.console import RunConsole
-from octile.train.run.folder import RunFolder
+from octile.train.run.folder import DATA, RunFolder
 from octile.train.run.metrics import MetricsWriter
 from octile.train.trainer import Trainer
 
 
 def run(requests: Requests, config: TrainConfig) -> None:
-    """Train as `octile train` does, with a pause before each step that is not requested."""
+    """Train as `octile train` does, with a pause before each step that is not requested.
+
+    The run's folder is a new one within `config.out`, which holds the tokens: a trainer may be measured twice.
+    """
+    out = Path(tempfile.mkdtemp(dir=config.out))
+    shutil.copytree(config.out / DATA, out / DATA)
 
     def hook(trainer: Trainer, run: RunFolder, metrics: MetricsWriter):  # type: ignore[no-untyped-def]
         def step_context(step: int) -> AbstractContextManager[object]:
@@ -23,4 +32,4 @@ def run(requests: Requests, config: TrainConfig) -> None:
 
         return step_context
 
-    train(config, False, RunConsole(), hook)
+    train(replace(config, out=out), False, RunConsole(), hook)

@@ -44,9 +44,20 @@ def test_octile_trains_with_its_own_loop(run, monkeypatch):
     results = train.measure(CASE, [[trainer]], seconds_from_now(250))
     assert results.left_out == {}
     assert len(results.times[goals.FP8_TRAINER]) == 3
-    lines = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
+    [metrics] = run.out.glob("*/metrics.jsonl")
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     steps = CASE.warm_up + 3 * CASE.steps + train.PROFILED
     assert [line["step"] for line in lines if "main_loss" in line] == list(range(1, steps + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+def test_a_trainer_that_is_measured_alone_is_measured_twice(run, monkeypatch):
+    monkeypatch.setattr(train, "ROUNDS_ALONE", 1)
+    trainer = Candidate(goals.FP8_TRAINER, "", octile_trainer.run, (run,))
+    results = train.measure(replace(CASE, is_interleaved=False), [[trainer]], seconds_from_now(250))
+    assert results.left_out == {}
+    assert len(results.times[goals.FP8_TRAINER]) == 2
 
 
 @pytest.mark.slow
