@@ -167,6 +167,7 @@ TORCH_ON_CPU = {
     "ragged_attention": "one text after the other, by torch's attention for CPUs where there are more keys than rows",
 }
 ATTENTION_REASON = "cuDNN or FlashAttention, as torch's own attention chooses"
+PROMPTS_REASON = "a kernel for texts of any lengths, and cuDNN's where all texts have the same multiple of 1,024 rows"
 ONLY_TORCH = {  # and why
     "attention": ATTENTION_REASON,
     "attention_backward": ATTENTION_REASON,
@@ -314,7 +315,11 @@ def choices() -> dict[str, tuple[str, str]]:
     chosen = _all("Triton", "its only kernel on GPUs, for sm_80 and later")
     chosen |= _each(PROMOTED_BY_TRITON, "Triton", _triton_gemms(sm))
     chosen |= {operator: ("torch", why) for operator, why in ONLY_TORCH.items()}
-    chosen |= _each(("attention", "attention_backward"), *_training_attention())
+    of_training = f"in fused MLA and MHA layers, for {flash_attn_4.SUPPORTED}; in deterministic mode and for others"
+    chosen |= _each(("attention", "attention_backward"), *_attention("torch", ATTENTION_REASON, of_training))
+    chosen["ragged_attention"] = _attention(
+        "Triton", PROMPTS_REASON, f"for {flash_attn_4.SUPPORTED_PROMPTS}; for others"
+    )
     why_not_hopper = request.why_not_on(torch.device("cuda"))
     if why_not_hopper is None:
         for operator, supported in SUPPORTED_BY_HOPPER.items():
@@ -351,16 +356,16 @@ def _choices_on_cpu() -> dict[str, tuple[str, str]]:
     return chosen | _each(GEMMS_ON_CPU, "C++", why)
 
 
-def _training_attention() -> tuple[str, str]:
+def _attention(otherwise: str, why: str, supported: str) -> tuple[str, str]:
+    """flash-attn-4 for the calls that it supports, where it is used; the other kernel elsewhere."""
     why_not = flash_attn_4.why_not_on(torch.device("cuda"))
     if why_not is not None:
-        return "torch", f"{ATTENTION_REASON}; {flash_attn_4.PACKAGE} is not used: {why_not}"
+        return otherwise, f"{why}; {flash_attn_4.PACKAGE} is not used: {why_not}"
     try:
         flash_attn_4.load()
     except ImportError as error:
         return "none", str(error)
-    others = f"in deterministic mode and for others {ATTENTION_REASON}"
-    return flash_attn_4.PACKAGE, f"in fused MLA and MHA layers, for {flash_attn_4.SUPPORTED}; {others}"
+    return flash_attn_4.PACKAGE, f"{supported} {why}"
 
 
 def _triton_gemms(sm: str) -> str:

@@ -1,4 +1,4 @@
-"""Attention of training by flash-attn-4, an optional library of CuTe kernels (the extra `flash-attn-4`).
+"""Attention of training and of prompts by flash-attn-4, an optional library of CuTe kernels (the extra `flash-attn-4`).
 
 It takes cuDNN's place in causal attention in BF16 where forward and backward together, as in training, were measured to
 be faster. TFLOP/s forward · backward on one H100, and cuDNN's time of both over that of the library:
@@ -11,15 +11,24 @@ be faster. TFLOP/s forward · backward on one H100, and cuDNN's time of both ove
     32, 128 and 128, 4 × 1024             353 · 298       389 · 264    1.075
     32, 128 and 128, 8 × 512              212 · 177       277 · 163    1.003
 
-`why_not` is this rule. Thread blocks of the backward pass add their parts of dq in no fixed order, so its bits differ
+`why_not` is this rule. A server's prompts, of any lengths, are computed by it where a step has 1024 rows of them. ms on
+one H200, of 16 heads with 192 and 128 channels:
+
+    rows after keys that are cached     flash-attn-4    octile's Triton kernel    cuDNN
+    2 × 4,096                           0.26            0.52                      0.34
+    3,700, 2,300, 1,400, 700 and 92     0.21            0.46                      –
+    8,192 after 24,576                  3.06            6.58                      –
+
+Thread blocks of the backward pass add their parts of dq in no fixed order, so its bits differ
 from run to run: deterministic mode excludes the library, as it does cuDNN.
 
 The functions are those that its autograd function calls. torch's own module for the library (`torch.nn.attention._fa4`,
 torch 2.13) does not call this version: it expects two results of the forward function, which returns five. The kernels
-compile at their first use in a process, for some seconds, and then serve all batches, heads and lengths.
+compile at their first use in a process, for some seconds, and then serve all batches, heads and lengths. A server uses
+them before its first request.
 
 Source: https://github.com/Dao-AILab/flash-attention, flash_attn/cute/interface.py.
-Shapes: B batch, S sequence, H heads, X channels of a query and a key, V of a value.
+Shapes: B batch, S sequence, T rows, L keys, H heads, X channels of a query and a key, V of a value.
 """
 
 import functools
@@ -39,6 +48,8 @@ FUNCTIONS = "_flash_attn_fwd", "_flash_attn_bwd"  # private, so that a later ver
 CHANNELS = ((192, 128), (128, 128))  # of q and v
 MIN_TOKENS = 1024  # of a sequence; at 512 the gain is small or none, and forward alone is slower
 SUPPORTED = f"causal attention in BF16 with 192/128 or 128 channels and at least {MIN_TOKENS} tokens"
+MIN_ROWS = 1024  # of a step's prompts: for fewer, some 10 µs a layer are not worth a compilation
+SUPPORTED_PROMPTS = f"prompts in BF16 with 192/128 or 128 channels and at least {MIN_ROWS} rows together"
 INSTALL = f'pip install "octile[{PACKAGE}]"'
 
 
@@ -60,13 +71,26 @@ def why_not(q: Tensor, v: Tensor, causal: bool) -> str | None:
     """Return why q [B, S, H, X] and v [B, S, H, V] are left to another kernel; None: the library computes them."""
     if reason := why_not_on(q.device):
         return reason
-    if not causal or q.dtype != torch.bfloat16 or (q.shape[-1], v.shape[-1]) not in CHANNELS or q.shape[1] < MIN_TOKENS:
+    if not causal or not _has_kernels(q, v) or q.shape[1] < MIN_TOKENS:
         return f"it is used for {SUPPORTED} only"
     if torch.are_deterministic_algorithms_enabled():
         return "its backward pass adds in no fixed order"
     if not torch.backends.cuda.flash_sdp_enabled():
         return "torch's sdpa_kernel excludes FlashAttention"
     return None
+
+
+def why_not_prompts(q: Tensor, v: Tensor) -> str | None:
+    """Return why prompts, q [T, H, X] and v [L, H, V], are left to another kernel; None: the library computes them."""
+    if reason := why_not_on(q.device):
+        return reason
+    if not _has_kernels(q, v) or len(q) < MIN_ROWS:
+        return f"it is used for {SUPPORTED_PROMPTS} only"
+    return None
+
+
+def _has_kernels(q: Tensor, v: Tensor) -> bool:
+    return q.dtype == torch.bfloat16 and (q.shape[-1], v.shape[-1]) in CHANNELS
 
 
 @functools.cache
@@ -93,6 +117,22 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tens
     """Run the forward kernel; returns o [B, S, H, V], contiguous, and lse [B, H, S] float32."""
     o, lse, *_ = load()._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=True, return_lse=True)
     return o, lse
+
+
+def forward_prompts(
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    row_starts: Tensor,
+    key_starts: Tensor,
+    max_rows: int,
+    max_keys: int,
+    scale: float,
+) -> None:
+    """Run the forward kernel for texts of any lengths: as `octile.ops.attention.ragged_attention`."""
+    texts = {"cu_seqlens_q": row_starts, "cu_seqlens_k": key_starts, "max_seqlen_q": max_rows, "max_seqlen_k": max_keys}
+    load()._flash_attn_fwd(q, k, v, **texts, softmax_scale=scale, causal=True, out=out)
 
 
 def backward(

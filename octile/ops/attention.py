@@ -18,9 +18,10 @@ bit for bit those of the reference: the order of sums is unspecified.
 `ragged_attention` attends from the last rows of several texts of any lengths, in one call. The queries of all texts are
 one after the other, and so are their keys and values. Those of a text are at its last positions: the last row attends
 to all keys, the one before it to all but the last. On a GPU the softmax's weights are rounded to q's dtype before they
-are multiplied. torch's attention takes cuDNN's kernel on Hopper, for texts of one length. It is the fastest, but builds
-a plan for each new shape, for 40 to 63 ms on the host of an H200. So it computes texts that all have the same multiple
-of 1,024 rows, and these keys alone, which few shapes have. A kernel of octile's own computes all others.
+are multiplied. flash-attn-4's kernel is the fastest, where it is installed. Without it a kernel of octile's own
+computes texts of any lengths. cuDNN's, which torch's attention takes for texts of one length on Hopper, is faster than
+that, but builds a plan for each new shape, for 40 to 63 ms on the host of an H200. So it computes texts that all have
+the same multiple of 1,024 rows, and these keys alone, which few shapes have.
 
 Sources: Dao et al. (arXiv 2205.14135) for the backward pass; FlashAttention-2 (arXiv 2307.08691)
 for ragged texts; DeepSeek-V3 (arXiv 2412.19437) §3.3.3.
@@ -34,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octile.kernels import attention as kernels
+from octile.kernels import flash_attn_4
 from octile.ops.matmul import without_autocast
 from octile.ops.operator import operator
 from octile.ops.quantize import check_device, check_input_dtype
@@ -261,10 +263,13 @@ def _(out, q, k, v, row_starts, key_starts, max_rows, max_keys, scale):
     from octile.kernels.triton import ragged_attention as kernel  # late: a machine without a GPU has no Triton
 
     _check_texts(out, q, k, v, row_starts, key_starts)
+    if flash_attn_4.why_not_prompts(q, v) is None:
+        flash_attn_4.forward_prompts(out, q, k, v, row_starts, key_starts, max_rows, max_keys, scale)
+        return
     texts = len(row_starts) - 1
     if len(q) == len(k) == texts * max_rows and not max_rows % PLANNED_ROWS:
         q_BSHX, k_BSHX, v_BSHV = (t.unflatten(0, (texts, max_rows)) for t in (q, k, v))
-        choice = kernels.choose(q_BSHX, k_BSHX, v_BSHV, scale)  # a server does not wait until flash-attn-4 has compiled
+        choice = kernels.choose(q_BSHX, k_BSHX, v_BSHV, scale)
         out.copy_(_attention_on_gpu(q_BSHX, k_BSHX, v_BSHV, scale, True, choice)[0].flatten(0, 1))
         return
     kernel.launch(out, q, k, v, row_starts, key_starts, scale)

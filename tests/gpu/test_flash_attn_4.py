@@ -4,6 +4,7 @@ Shapes: B batch, S sequence, H heads, X channels of a query and a key, V of a va
 """
 
 import copy
+import itertools
 import math
 from dataclasses import replace
 
@@ -148,14 +149,47 @@ def test_other_kernels_are_used_where_torch_excludes_cudnn(widths: tuple[int, in
         torch.use_deterministic_algorithms(False)
 
 
-def test_texts_of_a_server_do_not_wait_for_its_compiler(monkeypatch: pytest.MonkeyPatch):
-    def fail() -> None:
-        raise AssertionError("flash-attn-4 is called")
+PROMPTS = {  # rows and keys of each text
+    "whole": [(1000, 1000), (1, 1), (700, 700), (129, 129)],
+    "continued": [(512, 4000), (1, 700), (600, 601)],
+    "one length": [(1024, 1024)] * 2,
+}
 
-    monkeypatch.setattr(flash_attn_4, "load", fail)
-    q, k, v, _ = (t.flatten(0, 1) for t in operands(CHANNELS[0], MIN_TOKENS))
-    starts = torch.tensor([0, MIN_TOKENS, 2 * MIN_TOKENS], dtype=torch.int32, device="cuda")
-    ragged_attention(torch.empty_like(v), q, k, v, starts, starts, MIN_TOKENS, MIN_TOKENS, SCALE)
+
+@each_width
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts_agree_with_the_reference(name: str, widths: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
+    rows, keys = zip(*PROMPTS[name], strict=True)
+    torch.manual_seed(0)
+    q, kv = (torch.randn(sum(n), H, sum(widths), device="cuda").bfloat16() for n in (rows, keys))
+    q, (k, v) = q[..., : widths[0]].contiguous(), kv.split(widths, dim=-1)
+    starts = [torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32, device="cuda") for n in (rows, keys)]
+    used, forward = [], flash_attn_4.forward_prompts
+    monkeypatch.setattr(flash_attn_4, "forward_prompts", lambda *given: used.append(1) or forward(*given))
+    out = torch.full((sum(rows) + 2, H, widths[1]), 7.0, device="cuda").bfloat16()
+    ragged_attention(out[1:-1], q, k, v, *starts, max(rows), max(keys), SCALE)
+    assert used
+    assert (out[[0, -1]] == 7).all()
+    on_cpu = [t.cpu() for t in (out[1:-1], q, k, v, *starts)]
+    expected = torch.empty_like(on_cpu[0], dtype=torch.float32)
+    ragged_attention.reference(expected, *(t.float() for t in on_cpu[1:4]), *on_cpu[4:], max(rows), max(keys), SCALE)
+    for found, of_text in zip(on_cpu[0].split(rows), expected.split(rows), strict=True):
+        assert_close([found[None]], [of_text[None]])
+    again = torch.empty_like(out[1:-1])
+    ragged_attention(again, q, k, v, *starts, max(rows), max(keys), SCALE)
+    assert torch.equal(again, out[1:-1])
+
+
+@each_width
+def test_a_prompt_has_the_same_bits_beside_others(widths: tuple[int, int]):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3000, H, width, device="cuda").bfloat16() for width in (widths[0], *widths))
+    together, alone = (torch.empty_like(v[:n]) for n in (3000, 1500))
+    starts = torch.tensor([0, 700, 2200, 3000], dtype=torch.int32, device="cuda")
+    ragged_attention(together, q, k, v, starts, starts, 1500, 1500, SCALE)
+    starts = torch.tensor([0, 1500], dtype=torch.int32, device="cuda")
+    ragged_attention(alone, *(t[700:2200] for t in (q, k, v)), starts, starts, 1500, 1500, SCALE)
+    assert torch.equal(together[700:2200], alone)
 
 
 @pytest.mark.parametrize("inputs", ["recomputed", "kept"])

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from octile.kernels import attention as kernels
 from octile.kernels import flash_attn_4
 from octile.kernels.attention import CUDNN, EFFICIENT, FLASH, FLASH_ATTN_4
-from octile.ops.attention import attention, attention_backward
+from octile.ops.attention import attention, attention_backward, ragged_attention
 
 SCALE = 0.3
 SUPPORTED = {"dtype": torch.bfloat16, "channels": (192, 128), "tokens": 1024, "causal": True}
@@ -48,6 +48,13 @@ def operands(dtype: torch.dtype, channels: tuple[int, int], tokens: int, causal:
     with FakeTensorMode():
         q, v = (torch.empty(2, tokens, 3, width, dtype=dtype, device="cuda") for width in channels)
     return q, v, causal
+
+
+def prompts(dtype: torch.dtype, channels: tuple[int, int], rows: int) -> tuple[Tensor, Tensor]:
+    """q and v of texts on a GPU, without memory."""
+    with FakeTensorMode():
+        q, v = (torch.empty(rows, 3, width, dtype=dtype, device="cuda") for width in channels)
+    return q, v
 
 
 @pytest.mark.parametrize("change", [{}, {"channels": (128, 128)}, {"tokens": 5001}], ids=str)
@@ -89,6 +96,28 @@ def test_why_it_is_not_used_on_a_machine(installed, version: str | None, capabil
     installed(version, capability)
     assert flash_attn_4.why_not_on(torch.device("cuda")) == reason
     assert flash_attn_4.why_not(*operands(**SUPPORTED)) == reason
+
+
+@pytest.mark.parametrize(
+    ("dtype", "channels", "rows", "is_used"),
+    [
+        (torch.bfloat16, (192, 128), 1024, True),
+        (torch.bfloat16, (128, 128), 1024, True),
+        (torch.bfloat16, (192, 128), 1023, False),
+        (torch.bfloat16, (64, 64), 1024, False),
+        (torch.float16, (192, 128), 1024, False),
+    ],
+)
+def test_the_prompts_of_a_step_that_it_is_used_for(installed, dtype, channels, rows, is_used: bool):
+    installed()
+    reason = "it is used for prompts in BF16 with 192/128 or 128 channels and at least 1024 rows together only"
+    assert flash_attn_4.why_not_prompts(*prompts(dtype, channels, rows)) == (None if is_used else reason)
+
+
+def test_prompts_are_left_to_another_kernel_where_it_is_not_installed(installed):
+    installed(None)
+    reason = 'it is not installed: pip install "octile[flash-attn-4]"'
+    assert flash_attn_4.why_not_prompts(*prompts(torch.bfloat16, (192, 128), 1024)) == reason
 
 
 def test_it_is_not_used_in_deterministic_mode(installed):
@@ -155,9 +184,20 @@ def test_a_version_without_a_function_is_reported_before_a_call(installed, monke
 
 
 def fwd(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool, return_lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    **texts: Any,
 ) -> tuple[Tensor | None, ...]:
     assert causal
+    if texts:
+        ragged_attention(out, q, k, v, *texts.values(), softmax_scale)
+        return out, None, None, None, None
     assert return_lse
     return *attention(q, k, v, softmax_scale), None, None, None
 
@@ -191,3 +231,14 @@ def test_the_operators_give_it_their_operands_and_return_its_results(library, mo
     for ours, theirs in zip((*found[0], *found[1]), (o, lse, *gradients), strict=True):
         assert torch.equal(ours, theirs)
         assert ours.is_contiguous()
+
+
+def test_it_gets_the_starts_of_prompts_and_writes_their_results(library, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, 3, width, generator=generator) for n, width in ((5, 24), (9, 24), (9, 16)))
+    starts = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([0, 6, 9], dtype=torch.int32)
+    expected, found = torch.empty(5, 3, 16), torch.empty(7, 3, 16)
+    ragged_attention(expected, q, k, v, *starts, 3, 6, SCALE)
+    monkeypatch.setattr(flash_attn_4, "why_not_prompts", lambda *_: None)
+    ragged_attention.kernels["cuda"](found[1:-1], q, k, v, *starts, 3, 6, SCALE)
+    assert torch.equal(found[1:-1], expected)

@@ -130,6 +130,7 @@ def measure(name: str, heads: int, x: int, values: int, lengths: list[int], long
     kernels = {"FlashAttention-2": FlashAttention2(starts, longest, x**-0.5), "octile": Packed(starts, x**-0.5)}
     if "flash-attn-4" in sys.argv:
         kernels["flash-attn-4"] = FlashAttention4(starts, longest, x**-0.5)
+        kernels["…, of unknown length"] = FlashAttention4(starts, sum(lengths), x**-0.5)
     if len({*lengths}) == 1:
         kernels["whole (cuDNN)"] = Whole(lengths[0], x**-0.5)
     results = {each: kernel.forward(q, k, v) for each, kernel in kernels.items()}
@@ -144,7 +145,7 @@ def measure(name: str, heads: int, x: int, values: int, lengths: list[int], long
         times = " · ".join(f"{1e3 * seconds[each, direction]:8.3f}" for direction in ("forward", "backward"))
         pairs = zip((results[each][0], *gradients[each]), expected, strict=True)
         errors = " ".join(f"{error(*pair):.4f}" for pair in pairs)
-        print(f"{heads:4} {x}/{values:<4}{name:27}{each:18}{times} ms   {errors}", flush=True)
+        print(f"{heads:4} {x}/{values:<4}{name:27}{each:22}{times} ms   {errors}", flush=True)
 
 
 def prompt_cases() -> dict[str, list[tuple[int, int]]]:

@@ -22,6 +22,7 @@ def run(requests: Requests, config: TrainConfig) -> None:
 
     The run's folder is a new one within `config.out`, which holds the tokens: a trainer may be measured twice.
     """
+    assert config.out is not None
     out = Path(tempfile.mkdtemp(dir=config.out))
     shutil.copytree(config.out / DATA, out / DATA)
 
