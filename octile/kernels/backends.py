@@ -168,6 +168,7 @@ TORCH_ON_CPU = {
 }
 ATTENTION_REASON = "cuDNN or FlashAttention, as torch's own attention chooses"
 PROMPTS_REASON = "a kernel for texts of any lengths, and cuDNN's where all texts have the same multiple of 1,024 rows"
+PACKED_REASON = "kernels that add in a fixed order"
 ONLY_TORCH = {  # and why
     "attention": ATTENTION_REASON,
     "attention_backward": ATTENTION_REASON,
@@ -317,9 +318,10 @@ def choices() -> dict[str, tuple[str, str]]:
     chosen |= {operator: ("torch", why) for operator, why in ONLY_TORCH.items()}
     of_training = f"in fused MLA and MHA layers, for {flash_attn_4.SUPPORTED}; in deterministic mode and for others"
     chosen |= _each(("attention", "attention_backward"), *_attention("torch", ATTENTION_REASON, of_training))
-    chosen["ragged_attention"] = _attention(
-        "Triton", PROMPTS_REASON, f"for {flash_attn_4.SUPPORTED_PROMPTS}; for others"
-    )
+    of_texts = f"for {flash_attn_4.SUPPORTED_TEXTS}; for others"
+    chosen["ragged_attention"] = _attention("Triton", PROMPTS_REASON, of_texts)
+    packed = "packed_attention", "packed_attention_backward"
+    chosen |= _each(packed, *_attention("Triton", PACKED_REASON, f"{of_texts} and in deterministic mode"))
     why_not_hopper = request.why_not_on(torch.device("cuda"))
     if why_not_hopper is None:
         for operator, supported in SUPPORTED_BY_HOPPER.items():

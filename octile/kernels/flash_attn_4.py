@@ -48,8 +48,9 @@ FUNCTIONS = "_flash_attn_fwd", "_flash_attn_bwd"  # private, so that a later ver
 CHANNELS = ((192, 128), (128, 128))  # of q and v
 MIN_TOKENS = 1024  # of a sequence; at 512 the gain is small or none, and forward alone is slower
 SUPPORTED = f"causal attention in BF16 with 192/128 or 128 channels and at least {MIN_TOKENS} tokens"
-MIN_ROWS = 1024  # of a step's prompts: for fewer, some 10 µs a layer are not worth a compilation
-SUPPORTED_PROMPTS = f"prompts in BF16 with 192/128 or 128 channels and at least {MIN_ROWS} rows together"
+MIN_ROWS = 1024  # of all texts: for fewer, some 10 µs a layer are not worth a compilation
+SUPPORTED_TEXTS = f"texts in BF16 with 192/128 or 128 channels and at least {MIN_ROWS} rows together"
+_NO_FIXED_ORDER = "its backward pass adds in no fixed order"
 INSTALL = f'pip install "octile[{PACKAGE}]"'
 
 
@@ -74,19 +75,19 @@ def why_not(q: Tensor, v: Tensor, causal: bool) -> str | None:
     if not causal or not _has_kernels(q, v) or q.shape[1] < MIN_TOKENS:
         return f"it is used for {SUPPORTED} only"
     if torch.are_deterministic_algorithms_enabled():
-        return "its backward pass adds in no fixed order"
+        return _NO_FIXED_ORDER
     if not torch.backends.cuda.flash_sdp_enabled():
         return "torch's sdpa_kernel excludes FlashAttention"
     return None
 
 
-def why_not_prompts(q: Tensor, v: Tensor) -> str | None:
-    """Return why prompts, q [T, H, X] and v [L, H, V], are left to another kernel; None: the library computes them."""
+def why_not_texts(q: Tensor, v: Tensor, for_training: bool) -> str | None:
+    """Return why texts, q [T, H, X] and v [L, H, V], are left to another kernel; None: the library computes them."""
     if reason := why_not_on(q.device):
         return reason
     if not _has_kernels(q, v) or len(q) < MIN_ROWS:
-        return f"it is used for {SUPPORTED_PROMPTS} only"
-    return None
+        return f"it is used for {SUPPORTED_TEXTS} only"
+    return _NO_FIXED_ORDER if for_training and torch.are_deterministic_algorithms_enabled() else None
 
 
 def _has_kernels(q: Tensor, v: Tensor) -> bool:
@@ -119,6 +120,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tens
     return o, lse
 
 
+def backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the backward kernels; returns dq, dk [B, S, H, X] and dv [B, S, H, V], contiguous."""
+    return _gradients(do, q, k, v, o, lse, scale, {})
+
+
 def forward_prompts(
     out: Tensor,
     q: Tensor,
@@ -135,10 +143,28 @@ def forward_prompts(
     load()._flash_attn_fwd(q, k, v, **texts, softmax_scale=scale, causal=True, out=out)
 
 
-def backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
+def forward_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Run the forward kernel within packed texts; returns o [T, H, V], contiguous, and lse [H, T] float32."""
+    texts = _packed(cu_seqlens, len(q))
+    o, lse, *_ = load()._flash_attn_fwd(q, k, v, **texts, softmax_scale=scale, causal=True, return_lse=True)
+    return o, lse
+
+
+def backward_packed(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, cu_seqlens: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the backward kernels; returns dq, dk [B, S, H, X] and dv [B, S, H, V], contiguous."""
+    """Run the backward kernels within packed texts; returns dq, dk [T, H, X] and dv [T, H, V], contiguous."""
+    return _gradients(do, q, k, v, o, lse, scale, _packed(cu_seqlens, len(q)))
+
+
+def _packed(cu_seqlens: Tensor, rows: int) -> dict[str, Any]:
+    """The arguments for texts of which the longest is known on the GPU alone."""
+    return {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": rows, "max_seqlen_k": rows}
+
+
+def _gradients(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, texts: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-    load()._flash_attn_bwd(q, k, v, o, do, lse, softmax_scale=scale, causal=True, dq=dq, dk=dk, dv=dv)
+    load()._flash_attn_bwd(q, k, v, o, do, lse, **texts, softmax_scale=scale, causal=True, dq=dq, dk=dk, dv=dv)
     return dq, dk, dv

@@ -3,7 +3,9 @@
 Texts of any lengths are packed into one sequence of rows. A query attends to the keys of its own text up to its own
 position, as `octile.ops.attention` computes it for that text alone.
 
-On a GPU these are Triton kernels, deterministic ones, whose sums have another order than the reference's.
+On a GPU these are Triton kernels, deterministic ones, whose sums have another order than the reference's, or
+flash-attn-4's, where it is installed: they are faster, and add the gradients of queries in no fixed order.
+Deterministic mode excludes them.
 
 Source: FlashAttention-2 (arXiv 2307.08691).
 Shapes: T rows, N texts, H heads, X channels of a query and a key, V of a value.
@@ -14,6 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from octile.kernels import flash_attn_4
 from octile.ops.attention import attention, attention_backward, check_like, check_lse
 from octile.ops.operator import operator
 from octile.ops.quantize import check_device, check_input_dtype
@@ -55,6 +58,8 @@ def _(q, k, v, cu_seqlens, scale):
     from octile.kernels.triton import packed_attention as kernels  # late: a machine without a GPU has no Triton
 
     _check(q, k, v, cu_seqlens)
+    if flash_attn_4.why_not_texts(q, v, for_training=True) is None:
+        return flash_attn_4.forward_packed(q, k, v, cu_seqlens, scale)
     return kernels.forward(q, k, v, cu_seqlens, scale)
 
 
@@ -98,6 +103,8 @@ def _(do, q, k, v, o, lse, cu_seqlens, scale):
     from octile.kernels.triton import packed_attention as kernels  # late, as above
 
     _check_backward(do, q, k, v, o, lse, cu_seqlens)
+    if flash_attn_4.why_not_texts(q, v, for_training=True) is None:
+        return flash_attn_4.backward_packed(do, q, k, v, o, lse, cu_seqlens, scale)
     return kernels.backward(do, q, k, v, o, lse, cu_seqlens, scale)
 
 

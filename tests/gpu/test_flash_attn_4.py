@@ -22,6 +22,7 @@ from octile.models.deepseek_v3 import Block
 from octile.nn.conversion import apply_recipe
 from octile.nn.rope import Rope
 from octile.ops.attention import attention, attention_backward, ragged_attention
+from octile.ops.packed_attention import packed_attention, packed_attention_backward
 from octile.recipe import Recipe
 from tests.ops.operators import assert_well_formed
 
@@ -190,6 +191,38 @@ def test_a_prompt_has_the_same_bits_beside_others(widths: tuple[int, int]):
     starts = torch.tensor([0, 1500], dtype=torch.int32, device="cuda")
     ragged_attention(alone, *(t[700:2200] for t in (q, k, v)), starts, starts, 1500, 1500, SCALE)
     assert torch.equal(together[700:2200], alone)
+
+
+@each_width
+def test_packed_texts_agree_with_the_reference_in_a_graph_too(widths: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
+    lengths = [300, 1, 0, 811, 400]
+    torch.manual_seed(0)
+    q, k, v, do = (torch.randn(sum(lengths), H, n, device="cuda").bfloat16() for n in (*widths[:1], *widths, widths[1]))
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+    used, backward = [], flash_attn_4.backward_packed
+    monkeypatch.setattr(flash_attn_4, "backward_packed", lambda *given: used.append(1) or backward(*given))
+
+    def run(*tensors: Tensor) -> list[Tensor]:
+        o, lse = packed_attention(*tensors[:3], starts, SCALE)
+        return [o, lse, *packed_attention_backward(tensors[3], *tensors[:3], o, lse, starts, SCALE)]
+
+    expected = run(q.float(), k.float(), v.float(), do.float())
+    assert not used
+    found = run(q, k, v, do)
+    assert used
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(q, k, v, do)
+    graph.replay()
+    for results in (found, captured):
+        for ours, theirs in zip(results, expected, strict=True):
+            dim = 1 if ours.dim() == 2 else 0  # of the rows: lse is [H, T]
+            for a, b in zip(*(t.double().split(lengths, dim) for t in (ours, theirs)), strict=True):
+                assert (a - b).norm() <= WORST * b.norm()
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    used.clear()
+    run(q, k, v, do)
+    assert not used
 
 
 @pytest.mark.parametrize("inputs", ["recomputed", "kept"])

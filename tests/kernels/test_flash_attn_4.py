@@ -17,6 +17,7 @@ from octile.kernels import attention as kernels
 from octile.kernels import flash_attn_4
 from octile.kernels.attention import CUDNN, EFFICIENT, FLASH, FLASH_ATTN_4
 from octile.ops.attention import attention, attention_backward, ragged_attention
+from octile.ops.packed_attention import packed_attention, packed_attention_backward
 
 SCALE = 0.3
 SUPPORTED = {"dtype": torch.bfloat16, "channels": (192, 128), "tokens": 1024, "causal": True}
@@ -50,7 +51,7 @@ def operands(dtype: torch.dtype, channels: tuple[int, int], tokens: int, causal:
     return q, v, causal
 
 
-def prompts(dtype: torch.dtype, channels: tuple[int, int], rows: int) -> tuple[Tensor, Tensor]:
+def texts(dtype: torch.dtype, channels: tuple[int, int], rows: int) -> tuple[Tensor, Tensor]:
     """q and v of texts on a GPU, without memory."""
     with FakeTensorMode():
         q, v = (torch.empty(rows, 3, width, dtype=dtype, device="cuda") for width in channels)
@@ -108,23 +109,27 @@ def test_why_it_is_not_used_on_a_machine(installed, version: str | None, capabil
         (torch.float16, (192, 128), 1024, False),
     ],
 )
-def test_the_prompts_of_a_step_that_it_is_used_for(installed, dtype, channels, rows, is_used: bool):
+@pytest.mark.parametrize("is_training", [False, True], ids=["prompts", "training"])
+def test_the_texts_that_it_is_used_for(installed, dtype, channels, rows, is_used: bool, is_training: bool):
     installed()
-    reason = "it is used for prompts in BF16 with 192/128 or 128 channels and at least 1024 rows together only"
-    assert flash_attn_4.why_not_prompts(*prompts(dtype, channels, rows)) == (None if is_used else reason)
+    reason = "it is used for texts in BF16 with 192/128 or 128 channels and at least 1024 rows together only"
+    assert flash_attn_4.why_not_texts(*texts(dtype, channels, rows), is_training) == (None if is_used else reason)
 
 
 def test_prompts_are_left_to_another_kernel_where_it_is_not_installed(installed):
     installed(None)
     reason = 'it is not installed: pip install "octile[flash-attn-4]"'
-    assert flash_attn_4.why_not_prompts(*prompts(torch.bfloat16, (192, 128), 1024)) == reason
+    assert flash_attn_4.why_not_texts(*texts(torch.bfloat16, (192, 128), 1024), False) == reason
 
 
-def test_it_is_not_used_in_deterministic_mode(installed):
+def test_it_is_not_used_for_training_in_deterministic_mode(installed):
     installed()
+    operands_of_texts = texts(torch.bfloat16, (192, 128), 1024)
     torch.use_deterministic_algorithms(True)
     try:
         assert flash_attn_4.why_not(*operands(**SUPPORTED)) == "its backward pass adds in no fixed order"
+        assert flash_attn_4.why_not_texts(*operands_of_texts, True) == "its backward pass adds in no fixed order"
+        assert flash_attn_4.why_not_texts(*operands_of_texts, False) is None
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -195,19 +200,25 @@ def fwd(
     **texts: Any,
 ) -> tuple[Tensor | None, ...]:
     assert causal
-    if texts:
+    if out is not None:
         ragged_attention(out, q, k, v, *texts.values(), softmax_scale)
         return out, None, None, None, None
     assert return_lse
+    if texts:
+        return *packed_attention(q, k, v, texts["cu_seqlens_q"], softmax_scale), None, None, None
     return *attention(q, k, v, softmax_scale), None, None, None
 
 
 def bwd(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, *, softmax_scale: float, causal: bool,
-    dq: Tensor, dk: Tensor, dv: Tensor,
+    dq: Tensor, dk: Tensor, dv: Tensor, **texts: Any,
 ) -> None:  # fmt: skip
     assert causal
-    for found, expected in zip((dq, dk, dv), attention_backward(dout, q, k, v, out, lse, softmax_scale), strict=True):
+    if texts:
+        gradients = packed_attention_backward(dout, q, k, v, out, lse, texts["cu_seqlens_q"], softmax_scale)
+    else:
+        gradients = attention_backward(dout, q, k, v, out, lse, softmax_scale)
+    for found, expected in zip((dq, dk, dv), gradients, strict=True):
         assert found.is_contiguous()
         found.copy_(expected)
 
@@ -239,6 +250,19 @@ def test_it_gets_the_starts_of_prompts_and_writes_their_results(library, monkeyp
     starts = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([0, 6, 9], dtype=torch.int32)
     expected, found = torch.empty(5, 3, 16), torch.empty(7, 3, 16)
     ragged_attention(expected, q, k, v, *starts, 3, 6, SCALE)
-    monkeypatch.setattr(flash_attn_4, "why_not_prompts", lambda *_: None)
+    monkeypatch.setattr(flash_attn_4, "why_not_texts", lambda *_, for_training: None)
     ragged_attention.kernels["cuda"](found[1:-1], q, k, v, *starts, 3, 6, SCALE)
     assert torch.equal(found[1:-1], expected)
+
+
+def test_it_gets_the_starts_of_packed_texts_and_returns_their_results(library, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(9, 3, width, generator=generator) for width in (24, 24, 16, 16))
+    starts = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+    o, lse = packed_attention(q, k, v, starts, SCALE)
+    gradients = packed_attention_backward(do, q, k, v, o, lse, starts, SCALE)
+    monkeypatch.setattr(flash_attn_4, "why_not_texts", lambda *_, for_training: None if for_training else "no")
+    forward, backward = (operator.kernels["cuda"] for operator in (packed_attention, packed_attention_backward))
+    found = *forward(q, k, v, starts, SCALE), *backward(do, q, k, v, o, lse, starts, SCALE)
+    for ours, theirs in zip(found, (o, lse, *gradients), strict=True):
+        assert torch.equal(ours, theirs)

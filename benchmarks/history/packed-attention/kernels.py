@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octile.bench.kernel_time import host_seconds, work_seconds
+from octile.kernels import flash_attn_4
+from octile.kernels.triton import packed_attention as triton_packed
 from octile.kernels.triton import ragged_attention as triton_kernel
 from octile.ops.attention import attention, attention_backward, ragged_attention
-from octile.ops.packed_attention import packed_attention, packed_attention_backward
 
 HEADS_AND_CHANNELS = (16, 192, 128), (8, 64, 64), (32, 128, 128), (128, 192, 128)
 aten = torch.ops.aten
@@ -64,22 +65,20 @@ class Packed:
     """octile's kernels."""
 
     def __init__(self, starts: Tensor, scale: float):
-        self.starts, self.scale = starts, scale
+        self.texts = starts, scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return packed_attention(q, k, v, self.starts, self.scale)
+        return triton_packed.forward(q, k, v, *self.texts)
 
     def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-        return packed_attention_backward(do, q, k, v, o, lse, self.starts, self.scale)
+        return triton_packed.backward(do, q, k, v, o, lse, *self.texts)
 
 
 class FlashAttention4:
     """The CuTe kernels of flash-attn-4, an optional library."""
 
     def __init__(self, starts: Tensor, longest: int, scale: float, key_starts: Tensor | None = None, keys: int = 0):
-        from flash_attn.cute import interface
-
-        self.library = interface
+        self.library = flash_attn_4.load()
         self.arguments = {
             "softmax_scale": scale,
             "causal": True,
