@@ -138,7 +138,8 @@ def recorded_kernels() -> Iterator[list[KernelRecord]]:
 
     kernels: list[KernelRecord] = []
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as record:
+    # with acc_events torch does not warn that it clears events of a cycle before, of which there is none
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as record:
         yield kernels
         torch.cuda.synchronize()
     kernels += kernels_of(record)

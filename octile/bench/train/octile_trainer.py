@@ -20,6 +20,8 @@ from octile.train.trainer import Trainer
 def run(requests: Requests, config: TrainConfig) -> None:
     """Train as `octile train` does, with a pause before each step that is not requested.
 
+    It prints nothing: a line of progress would count the pauses.
+
     The run's folder is a new one within `config.out`, which holds the tokens: a trainer may be measured twice.
     """
     assert config.out is not None
@@ -33,4 +35,4 @@ def run(requests: Requests, config: TrainConfig) -> None:
 
         return step_context
 
-    train(replace(config, out=out), False, RunConsole(), hook)
+    train(replace(config, out=out), False, RunConsole.silent(), hook)

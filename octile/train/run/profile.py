@@ -109,7 +109,8 @@ class _Profiler:
         from torch.profiler import ProfilerActivity, profile
 
         on_gpu = self.trainer.device.type == "cuda"
-        self._record = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])])
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        self._record = profile(activities=activities, acc_events=True)  # or torch warns of events that it clears
         self._synchronize()
         self._record.start()
         self._start = time.perf_counter()
