@@ -318,10 +318,11 @@ def choices() -> dict[str, tuple[str, str]]:
     chosen |= {operator: ("torch", why) for operator, why in ONLY_TORCH.items()}
     of_training = f"in fused MLA and MHA layers, for {flash_attn_4.SUPPORTED}; in deterministic mode and for others"
     chosen |= _each(("attention", "attention_backward"), *_attention("torch", ATTENTION_REASON, of_training))
-    of_texts = f"for {flash_attn_4.SUPPORTED_TEXTS}; for others"
-    chosen["ragged_attention"] = _attention("Triton", PROMPTS_REASON, of_texts)
+    of_prompts = f"for {flash_attn_4.SUPPORTED_PROMPTS}; for others"
+    chosen["ragged_attention"] = _attention("Triton", PROMPTS_REASON, of_prompts)
+    of_packed = f"for {flash_attn_4.SUPPORTED_PACKED}; in deterministic mode and for others"
     packed = "packed_attention", "packed_attention_backward"
-    chosen |= _each(packed, *_attention("Triton", PACKED_REASON, f"{of_texts} and in deterministic mode"))
+    chosen |= _each(packed, *_attention("Triton", PACKED_REASON, of_packed))
     why_not_hopper = request.why_not_on(torch.device("cuda"))
     if why_not_hopper is None:
         for operator, supported in SUPPORTED_BY_HOPPER.items():

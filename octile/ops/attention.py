@@ -263,7 +263,7 @@ def _(out, q, k, v, row_starts, key_starts, max_rows, max_keys, scale):
     from octile.kernels.triton import ragged_attention as kernel  # late: a machine without a GPU has no Triton
 
     _check_texts(out, q, k, v, row_starts, key_starts)
-    if flash_attn_4.why_not_texts(q, v, for_training=False) is None:
+    if flash_attn_4.why_not_prompts(q, v) is None:
         flash_attn_4.forward_prompts(out, q, k, v, row_starts, key_starts, max_rows, max_keys, scale)
         return
     texts = len(row_starts) - 1

@@ -4,8 +4,8 @@ Texts of any lengths are packed into one sequence of rows. A query attends to th
 position, as `octile.ops.attention` computes it for that text alone.
 
 On a GPU these are Triton kernels, deterministic ones, whose sums have another order than the reference's, or
-flash-attn-4's, where it is installed: they are faster, and add the gradients of queries in no fixed order.
-Deterministic mode excludes them.
+flash-attn-4's, where it is installed and texts are long: they are faster, and add the gradients of queries in no fixed
+order. Deterministic mode excludes them.
 
 Source: FlashAttention-2 (arXiv 2307.08691).
 Shapes: T rows, N texts, H heads, X channels of a query and a key, V of a value.
@@ -58,7 +58,7 @@ def _(q, k, v, cu_seqlens, scale):
     from octile.kernels.triton import packed_attention as kernels  # late: a machine without a GPU has no Triton
 
     _check(q, k, v, cu_seqlens)
-    if flash_attn_4.why_not_texts(q, v, for_training=True) is None:
+    if flash_attn_4.why_not_packed(q, v, cu_seqlens) is None:
         return flash_attn_4.forward_packed(q, k, v, cu_seqlens, scale)
     return kernels.forward(q, k, v, cu_seqlens, scale)
 
@@ -103,7 +103,7 @@ def _(do, q, k, v, o, lse, cu_seqlens, scale):
     from octile.kernels.triton import packed_attention as kernels  # late, as above
 
     _check_backward(do, q, k, v, o, lse, cu_seqlens)
-    if flash_attn_4.why_not_texts(q, v, for_training=True) is None:
+    if flash_attn_4.why_not_packed(q, v, cu_seqlens) is None:
         return flash_attn_4.backward_packed(do, q, k, v, o, lse, cu_seqlens, scale)
     return kernels.backward(do, q, k, v, o, lse, cu_seqlens, scale)
 

@@ -109,17 +109,29 @@ def test_why_it_is_not_used_on_a_machine(installed, version: str | None, capabil
         (torch.float16, (192, 128), 1024, False),
     ],
 )
-@pytest.mark.parametrize("is_training", [False, True], ids=["prompts", "training"])
-def test_the_texts_that_it_is_used_for(installed, dtype, channels, rows, is_used: bool, is_training: bool):
+def test_the_prompts_and_packed_texts_that_it_is_used_for(installed, dtype, channels, rows, is_used: bool):
     installed()
-    reason = "it is used for texts in BF16 with 192/128 or 128 channels and at least 1024 rows together only"
-    assert flash_attn_4.why_not_texts(*texts(dtype, channels, rows), is_training) == (None if is_used else reason)
+    q, v = texts(dtype, channels, rows)
+    channels_and_rows = "in BF16 with 192/128 or 128 channels and at least"
+    reason = f"it is used for prompts {channels_and_rows} 1024 rows together only"
+    assert flash_attn_4.why_not_prompts(q, v) == (None if is_used else reason)
+    reason = f"it is used for packed texts {channels_and_rows} 128 rows on average only"
+    assert flash_attn_4.why_not_packed(q, v, torch.zeros(3)) == (None if is_used else reason)
 
 
-def test_prompts_are_left_to_another_kernel_where_it_is_not_installed(installed):
+@pytest.mark.parametrize(("n", "is_used"), [(16, True), (17, False)])
+def test_packed_texts_of_few_rows_are_left_to_another_kernel(installed, n: int, is_used: bool):
+    installed()
+    q, v = texts(torch.bfloat16, (192, 128), 2048)
+    assert (flash_attn_4.why_not_packed(q, v, torch.zeros(n + 1)) is None) == is_used
+    assert flash_attn_4.why_not_prompts(q, v) is None
+
+
+def test_texts_are_left_to_another_kernel_where_it_is_not_installed(installed):
     installed(None)
+    q, v = texts(torch.bfloat16, (192, 128), 1024)
     reason = 'it is not installed: pip install "octile[flash-attn-4]"'
-    assert flash_attn_4.why_not_texts(*texts(torch.bfloat16, (192, 128), 1024), False) == reason
+    assert flash_attn_4.why_not_prompts(q, v) == flash_attn_4.why_not_packed(q, v, torch.zeros(3)) == reason
 
 
 def test_it_is_not_used_for_training_in_deterministic_mode(installed):
@@ -128,8 +140,9 @@ def test_it_is_not_used_for_training_in_deterministic_mode(installed):
     torch.use_deterministic_algorithms(True)
     try:
         assert flash_attn_4.why_not(*operands(**SUPPORTED)) == "its backward pass adds in no fixed order"
-        assert flash_attn_4.why_not_texts(*operands_of_texts, True) == "its backward pass adds in no fixed order"
-        assert flash_attn_4.why_not_texts(*operands_of_texts, False) is None
+        reason = "its backward pass adds in no fixed order"
+        assert flash_attn_4.why_not_packed(*operands_of_texts, torch.zeros(3)) == reason
+        assert flash_attn_4.why_not_prompts(*operands_of_texts) is None
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -250,7 +263,7 @@ def test_it_gets_the_starts_of_prompts_and_writes_their_results(library, monkeyp
     starts = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([0, 6, 9], dtype=torch.int32)
     expected, found = torch.empty(5, 3, 16), torch.empty(7, 3, 16)
     ragged_attention(expected, q, k, v, *starts, 3, 6, SCALE)
-    monkeypatch.setattr(flash_attn_4, "why_not_texts", lambda *_, for_training: None)
+    monkeypatch.setattr(flash_attn_4, "why_not_prompts", lambda *_: None)
     ragged_attention.kernels["cuda"](found[1:-1], q, k, v, *starts, 3, 6, SCALE)
     assert torch.equal(found[1:-1], expected)
 
@@ -261,7 +274,7 @@ def test_it_gets_the_starts_of_packed_texts_and_returns_their_results(library, m
     starts = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
     o, lse = packed_attention(q, k, v, starts, SCALE)
     gradients = packed_attention_backward(do, q, k, v, o, lse, starts, SCALE)
-    monkeypatch.setattr(flash_attn_4, "why_not_texts", lambda *_, for_training: None if for_training else "no")
+    monkeypatch.setattr(flash_attn_4, "why_not_packed", lambda *_: None)
     forward, backward = (operator.kernels["cuda"] for operator in (packed_attention, packed_attention_backward))
     found = *forward(q, k, v, starts, SCALE), *backward(do, q, k, v, o, lse, starts, SCALE)
     for ours, theirs in zip(found, (o, lse, *gradients), strict=True):

@@ -51,10 +51,10 @@ with tempfile.TemporaryDirectory() as folder:
     write_random_folder(Path(folder) / "model", V2_LITE, "fp8", device, letter_tokenizer(VOCABULARY))
     config = EngineConfig(max_batch=256, max_step_tokens=STEP_TOKENS)
     engine, runner = Folder.open(Path(folder) / "model").load(device, config, CacheConfig())
-    why_not_texts = flash_attn_4.why_not_texts
+    why_not_prompts = flash_attn_4.why_not_prompts
     for ahead, has_library in WAYS:
         engine.steps.runs_ahead = ahead
-        flash_attn_4.why_not_texts = why_not_texts if has_library else lambda *_, **__: "not in this round"
+        flash_attn_4.why_not_prompts = why_not_prompts if has_library else lambda *_: "not in this round"
         for name, lengths in PROMPTS.items():
             tokens = sum(lengths)
             steps = tokens / STEP_TOKENS
