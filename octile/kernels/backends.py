@@ -316,13 +316,13 @@ def choices() -> dict[str, tuple[str, str]]:
     chosen = _all("Triton", "its only kernel on GPUs, for sm_80 and later")
     chosen |= _each(PROMOTED_BY_TRITON, "Triton", _triton_gemms(sm))
     chosen |= {operator: ("torch", why) for operator, why in ONLY_TORCH.items()}
-    of_training = f"in fused MLA and MHA layers, for {flash_attn_4.SUPPORTED}; in deterministic mode and for others"
-    chosen |= _each(("attention", "attention_backward"), *_attention("torch", ATTENTION_REASON, of_training))
-    of_prompts = f"for {flash_attn_4.SUPPORTED_PROMPTS}; for others"
-    chosen["ragged_attention"] = _attention("Triton", PROMPTS_REASON, of_prompts)
-    of_packed = f"for {flash_attn_4.SUPPORTED_PACKED}; in deterministic mode and for others"
+    training_calls = f"in fused MLA and MHA layers, for {flash_attn_4.SUPPORTED}; in deterministic mode and for others"
+    chosen |= _each(("attention", "attention_backward"), *_attention("torch", ATTENTION_REASON, training_calls))
+    prompt_calls = f"for {flash_attn_4.SUPPORTED_PROMPTS}; for others"
+    chosen["ragged_attention"] = _attention("Triton", PROMPTS_REASON, prompt_calls)
+    packed_calls = f"for {flash_attn_4.SUPPORTED_PACKED}; in deterministic mode and for others"
     packed = "packed_attention", "packed_attention_backward"
-    chosen |= _each(packed, *_attention("Triton", PACKED_REASON, of_packed))
+    chosen |= _each(packed, *_attention("Triton", PACKED_REASON, packed_calls))
     why_not_hopper = request.why_not_on(torch.device("cuda"))
     if why_not_hopper is None:
         for operator, supported in SUPPORTED_BY_HOPPER.items():
