@@ -310,6 +310,23 @@ def test_options_of_other_servers_are_refused_with_octiles(capsys, options, mess
     assert message in refused(capsys, "serve", *options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-model-len", "4096"], "--max-model-len is no option: the context is the model's"),
+        (["--dtype=bfloat16"], "--dtype is no option: weights are served as they are stored"),
+        (["--trust_remote_code"], "--trust-remote-code is no option: no code of a model's folder is run"),
+    ],
+)
+def test_options_of_other_servers_that_need_none_here_say_why(capsys, options, message):
+    assert message in refused(capsys, "serve", *options)
+
+
+def test_no_option_that_there_is_needs_none():
+    names = {option.name.removeprefix("--") for option in options_of(serve_command.Options)}
+    assert not names & serve_command.NO_OPTIONS.keys()
+
+
 def test_words_of_other_programs_lead_to_options_that_there_are():
     classes = train_command.Options, serve_command.Options
     names = {option.name for cls in classes for option in options_of(cls)}

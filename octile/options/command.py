@@ -8,6 +8,7 @@ A command is a module, which is imported when the command runs:
     defaults    the `Options` whose values are the defaults, from what is given (left out: those of the class)
     read        makes an `Options` of what is given (left out: from the defaults)
     RESUMABLE   the settings that may change when it resumes what is stored
+    NO_OPTIONS  options of other programs, without their dashes, that it does not need, each with the reason
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Command:
         module = self.load()
         if HELP_ALL in words or HELP.intersection(words):
             return print(self.help(name, words), flush=True)
-        given = parse(module.Options, words, name, getattr(module, "RESUMABLE", ()))
+        resumable, no_options = getattr(module, "RESUMABLE", ()), getattr(module, "NO_OPTIONS", None)
+        given = parse(module.Options, words, name, resumable, no_options)
         with given.naming_options():
             options = module.read(given) if hasattr(module, "read") else given.build(_defaults(module, given))
             if self.check:

@@ -140,18 +140,33 @@ class Given:
             raise
 
 
-def parse(cls: type, words: Sequence[str], command: str, resumable: Collection[str] = ()) -> Given:
+def parse(
+    cls: type,
+    words: Sequence[str],
+    command: str,
+    resumable: Collection[str] = (),
+    no_options: Mapping[str, str] | None = None,
+) -> Given:
     """Find out for each word which field it is given for; `Given.build` makes the values.
 
     An option is --name VALUE or --name=VALUE, with _ or - in its name; the last one counts. A value that begins with a
     dash and is no number needs the form with =.
+
+    Args:
+        cls: the dataclass of the command's options.
+        words: what follows the command's name.
+        command: its name, such as "lab formats".
+        resumable: as in `Given`.
+        no_options: options of other programs, without their dashes, that this command does not need, and why not.
 
     Raises:
         OptionError: an option is unknown or refused, has no value or a wrong one; or an argument is missing or one too
             many.
     """
     with _pointing_to_help(command):
-        return Given(cls, command, _assign(options_of(cls), refused_options(cls), list(words)), resumable)
+        no_option = {f"--{name}": f"is no option: {why}" for name, why in (no_options or {}).items()}
+        assigned = _assign(options_of(cls), refused_options(cls) | no_option, list(words))
+        return Given(cls, command, assigned, resumable)
 
 
 def _assign(options: Sequence[Option], refused: Mapping[str, str], words: list[str]) -> dict[str, list[str]]:

@@ -136,6 +136,13 @@ def test_wrong_words_are_refused(words, message):
     assert str(raised.value) == f"{message} (see octile test --help)"
 
 
+@pytest.mark.parametrize("word", ["--dtype", "--dtype=x"])
+def test_an_option_of_another_program_is_refused_with_the_reason(word):
+    with pytest.raises(OptionError) as raised:
+        parse(Command, ["a", word, "b"], "test", no_options={"dtype": "a file has its own"})
+    assert str(raised.value) == "--dtype is no option: a file has its own (see octile test --help)"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

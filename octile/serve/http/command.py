@@ -121,6 +121,31 @@ SECTIONS = (
     Section("GPUs", ("parallel.ep", "parallel.tp", "processes.prefill", "processes.decode"), ("parallel",)),
 )
 
+CONTEXT = "the context is the model's, or what the cache holds if that is less; --limits.new-tokens limits answers"
+WEIGHTS = "weights are served as they are stored; octile convert writes other ones"
+TOKENIZER = "the tokenizer is that of the model's folder"
+NO_DOWNLOAD = "nothing is downloaded; RUN is a folder"
+CACHED = "the cache of prefixes is always on"
+CHUNKED = "chunked prefill is always on; --engine.max-step-tokens limits the tokens of a step"
+
+NO_OPTIONS = {  # vLLM's, and SGLang's; those that have another name here are in `octile.options.parse`
+    "max-model-len": CONTEXT,
+    "context-length": CONTEXT,
+    "dtype": WEIGHTS,
+    "quantization": WEIGHTS,
+    "tokenizer": TOKENIZER,
+    "tokenizer-path": TOKENIZER,
+    "revision": NO_DOWNLOAD,
+    "download-dir": NO_DOWNLOAD,
+    "trust-remote-code": "no code of a model's folder is run",
+    "chat-template": "the template is chat_template.jinja of the model's folder: put yours there",
+    "enable-prefix-caching": CACHED,
+    "no-enable-prefix-caching": CACHED,
+    "disable-radix-cache": CACHED,
+    "enable-chunked-prefill": CHUNKED,
+    "no-enable-chunked-prefill": CHUNKED,
+}
+
 
 def run(options: Options) -> None:
     """Serve until a signal comes.
