@@ -215,10 +215,12 @@ class Answer(ABC):
     Attributes:
         request_id: the id of the request, with which the response's own ends.
         n_new_tokens: tokens that were generated so far.
+        error_status: the HTTP status of the error that has ended a stream which had begun; None: none has.
     """
 
     def __init__(self, n_prompt_tokens: int):
         self.request_id = ""
+        self.error_status: int | None = None
         self.n_prompt_tokens, self.n_new_tokens = n_prompt_tokens, 0
 
     @abstractmethod

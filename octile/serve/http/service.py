@@ -456,6 +456,7 @@ class Service:
         except ApiError as error:
             if not has_begun:
                 raise
+            job.answer.error_status = error.status
             yield job.answer.error_event(error)
 
     async def _outputs(

@@ -78,6 +78,27 @@ def test_a_client_that_has_left_has_a_line(logged):
     assert " status=499 " in line
 
 
+def test_a_client_that_has_left_a_stream_has_a_line_that_says_so(logged):
+    served, lines = logged
+    with connect(served) as client:
+        client.sendall(request_bytes({**BODY, "max_tokens": 1000, "stream": True}))
+        client.recv(1000)
+    (line,) = lines(1)
+    assert re.search(r" status=200 .* new_tokens=\d+ error=499 request_id=", line)
+
+
+def test_a_stream_that_an_error_has_ended_has_its_status(logged):
+    served, lines = logged
+    body = {**BODY, "max_tokens": 1000, "stream": True}
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body) as answer:
+        events = answer.iter_lines()
+        next(events)
+        served.advance(served.service.limits.seconds)
+        assert '"code":"timeout"' in [*events][-2]
+    (line,) = lines(1)
+    assert re.search(r" status=200 .* new_tokens=\d+ error=504 request_id=", line)
+
+
 def test_without_the_option_nothing_is_printed(serve, capfd):
     served = serve()
     httpx.post(f"{served.url}/v1/completions", json=BODY)
