@@ -44,7 +44,8 @@ class TlsFiles(NamedTuple):
             if error.reason == "KEY_VALUES_MISMATCH":
                 raise ValueError(f"ssl_keyfile {key} does not belong to ssl_certfile {certificate}") from None
             why = f"it is no private key in PEM, or its certificate {certificate} is too weak"
-            raise ValueError(f"ssl_keyfile {key} cannot be used: {why} ({error.reason})") from None
+            reason = f" ({error.reason})" if error.reason else ""  # OpenSSL 3 names none for a file without a key
+            raise ValueError(f"ssl_keyfile {key} cannot be used: {why}{reason}") from None
         return context
 
     def _refuse_password(self) -> str:

@@ -231,6 +231,11 @@ def test_a_certificate_is_no_key(files):
         TlsFiles(files.certfile, files.certfile).context()
 
 
+def test_a_reason_that_openssl_does_not_give_is_left_out(files):
+    with pytest.raises(ValueError, match=r"too weak$"):
+        TlsFiles(files.certfile, files.certfile).context()
+
+
 def test_a_key_with_a_password_is_refused_without_asking_for_it(tmp_path):
     encrypted = make_certificate(tmp_path, "encrypted", "-passout", "pass:secret")
     with pytest.raises(ValueError, match=r"^ssl_keyfile '.*encrypted.key' is encrypted: a key without a password"):
