@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from octile.serve.http.message_grammar import MAX_NEWLINES
 from octile.serve.http.reasoning import ReasoningParser
 from octile.serve.http.tools.parser import ToolCall, ToolParser
 
@@ -40,12 +41,19 @@ class MessageParser:
         reasoning: the parser of its thought; None: thoughts are not divided from the answer.
         tools: the parser of calls, which are in the answer; None: they are not divided from it.
         must_call: whether the answer is calls alone: white space between its thought and them is left out.
+        has_format: whether the content follows a format: the newlines that its grammar allows between the thought and
+            the content are left out, so that the content is a text of the format.
     """
 
     def __init__(
-        self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None, must_call: bool = False
+        self,
+        reasoning: ReasoningParser | None = None,
+        tools: ToolParser | None = None,
+        must_call: bool = False,
+        has_format: bool = False,
     ):
         self._reasoning, self._tools, self._must_call = reasoning, tools, must_call
+        self._newlines = MAX_NEWLINES if has_format else 0  # that may still be left out
 
     @property
     def has_calls(self) -> bool:
@@ -55,13 +63,21 @@ class MessageParser:
     def push(self, text: str) -> Delta:
         """Take the next piece of the text, and return what is certain now."""
         thought, answer = ("", text) if self._reasoning is None else self._reasoning.push(text)
-        return self._delta(thought, answer)
+        return self._delta(thought, self._without_newlines(answer))
 
     def end(self) -> Delta:
         """Return what was held back, at the end of the text."""
         thought, answer = ("", "") if self._reasoning is None else self._reasoning.end()
-        last = self._delta(thought, answer)
+        last = self._delta(thought, self._without_newlines(answer))
         return last if self._tools is None else Delta.joined(last, Delta("", *self._tools.end()))
+
+    def _without_newlines(self, answer: str) -> str:
+        """The next piece of the answer without newlines at its beginning, if a format comes after a thought."""
+        if not (answer and self._newlines and self._reasoning is not None and self._reasoning.has_thought):
+            return answer
+        left_out = min(len(answer) - len(answer.lstrip("\n")), self._newlines)
+        self._newlines = self._newlines - left_out if left_out == len(answer) else 0
+        return answer[left_out:]
 
     def _delta(self, thought: str, answer: str) -> Delta:
         if self._tools is None:

@@ -20,7 +20,8 @@ from octile.serve.engine.grammar import ANY_OBJECT, with_blanks
 from octile.serve.http.tools.parser import CallFormat
 
 TEXT = r"/(.|\n)*/"
-BLANKS = r"/\n{0,2}/"  # what models write between a thought and the answer
+MAX_NEWLINES = 2  # that models write between a thought and the answer
+BLANKS = rf"/\n{{0,{MAX_NEWLINES}}}/"
 
 
 class CalledFunction(NamedTuple):

@@ -23,10 +23,14 @@ class ReasoningParser:
 
     Args:
         is_inside: whether the prompt ends within a thought, so that the text begins there without `<think>`.
+
+    Attributes:
+        has_thought: whether the text has had a thought, or begins within one.
     """
 
     def __init__(self, is_inside: bool):
-        self._is_inside, self._has_begun, self._held = is_inside, False, ""
+        self.has_thought = self._is_inside = is_inside
+        self._has_begun, self._held = False, ""
 
     def push(self, text: str) -> Thinking:
         """Take the next piece of the text, and return what is certain now."""
@@ -38,7 +42,8 @@ class ReasoningParser:
                 return Thinking()
             self._has_begun = True
             if begin.startswith(BEGIN):
-                text, self._is_inside = begin.removeprefix(BEGIN), True
+                text = begin.removeprefix(BEGIN)
+                self.has_thought = self._is_inside = True
         if not self._is_inside:
             self._held = ""
             return Thinking(content=text)

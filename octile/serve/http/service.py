@@ -305,12 +305,14 @@ class Service:
         requests = self._requests(prompt, choices)
 
         divides = form is not None or self._parsers.reasoning is not None
+        has_format = bool(body.format_field) and bool(getattr(body, body.format_field).grammar)
 
         def make_parser() -> MessageParser:
             return MessageParser(
                 ReasoningParser(rendered.thought is Thought.BEGUN) if self._parsers.reasoning else None,
                 ToolParser(form, body.parallel_tool_calls is not False) if form is not None else None,
                 body.must_call,
+                has_format,
             )
 
         return prompt, requests, make_parser if divides else None

@@ -271,6 +271,13 @@ def test_a_schema_is_followed_after_a_thought(chat):
     assert is_trip(choice.message.content)
 
 
+def test_a_choice_after_a_thought_and_a_newline_is_one_of_the_texts(chat):
+    newline = "Ċ"  # as the tokenizer's bytes are spelled
+    fields = {**THINKING, "structured_outputs": {"choice": ["yes", "no"]}}
+    (choice,) = chat([THOUGHT_END, newline], extra_body=fields).choices
+    assert choice.message.content in ("yes", "no")
+
+
 @pytest.mark.parametrize("likely", [[SECTION], ["{"]], ids=["call", "content"])
 def test_with_a_format_and_tools_the_answer_is_one_of_them(chat, likely):
     (choice,) = chat(likely, response_format=schema_format(), tools=[STRICT], parallel_tool_calls=False).choices

@@ -1,5 +1,6 @@
 """What the model writes, as the parts of a message."""
 
+import pytest
 from hypothesis import given
 from hypothesis.strategies import booleans
 
@@ -50,6 +51,35 @@ def test_blanks_between_a_thought_and_calls_that_are_required_are_left_out():
         "reasoning_content": "why",
         "tool_calls": [{"index": 0, **FIELDS}],
     }
+
+
+def of_format(is_inside: bool = True) -> MessageParser:
+    return MessageParser(ReasoningParser(is_inside), has_format=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("why</think>\n\nyes", "yes"),
+        ("why</think>\nyes\n", "yes\n"),
+        ("why</think>yes", "yes"),
+        ("why</think>\n\n\nyes", "\nyes"),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_newlines_between_a_thought_and_a_format_are_left_out(text, content, size):
+    parser = of_format()
+    parts = [parser.push(text[i : i + size]) for i in range(0, len(text), size)]
+    assert "".join(part.content for part in [*parts, parser.end()]) == content
+
+
+def test_a_format_without_a_thought_has_its_newlines():
+    assert of_format(is_inside=False).whole("\n\nyes")["content"] == "\n\nyes"
+
+
+def test_any_text_after_a_thought_has_its_newlines():
+    assert MessageParser(ReasoningParser(True)).whole("why</think>\n\nyes")["content"] == "\n\nyes"
 
 
 def test_a_call_within_a_thought_belongs_to_the_thought():
