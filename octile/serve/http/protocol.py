@@ -59,7 +59,11 @@ OTHER_NAMES = {  # what other servers and clients call a field, or where they ha
     "max_new_tokens": ("max_tokens", "max_output_tokens"),
     "max_completion_tokens": ("max_tokens", "max_output_tokens"),
     "max_tokens": ("max_output_tokens",),
+    "max_output_tokens": ("max_tokens",),
     "messages": ("input",),
+    "response_format": ("text.format",),
+    "reasoning_effort": ("reasoning.effort",),
+    "stop_sequences": ("stop",),
 }
 
 WORDING = {  # pydantic's name of an error: what the field must be

@@ -104,6 +104,10 @@ def test_a_body_that_is_no_json_object(served, body, message):
          "guided_regex is unknown, or not supported here; perhaps you meant structured_outputs.regex"),
         ("completions", {**COMPLETION, "max_completion_tokens": 3}, "max_completion_tokens",
          "max_completion_tokens is unknown, or not supported here; perhaps you meant max_tokens"),
+        ("chat/completions", {**CHAT, "max_output_tokens": 3}, "max_output_tokens",
+         "max_output_tokens is unknown, or not supported here; perhaps you meant max_tokens"),
+        ("completions", {**COMPLETION, "stop_sequences": ["a"]}, "stop_sequences",
+         "stop_sequences is unknown, or not supported here; perhaps you meant stop"),
         ("completions", {**COMPLETION, "enable_thinking": False}, "enable_thinking",  # has no chat template
          "enable_thinking is unknown, or not supported here"),
         ("chat/completions", {**CHAT, "enable_thinking": False}, "enable_thinking",

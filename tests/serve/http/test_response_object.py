@@ -276,6 +276,10 @@ def test_a_response_repeats_the_tools_that_are_allowed(respond, mode):
          "messages is unknown, or not supported here; perhaps you meant input"),
         ({"extra_body": {"max_tokens": 3}}, "max_tokens",
          "max_tokens is unknown, or not supported here; perhaps you meant max_output_tokens"),
+        ({"extra_body": {"response_format": {"type": "json_object"}}}, "response_format",
+         "response_format is unknown, or not supported here; perhaps you meant text.format"),
+        ({"extra_body": {"reasoning_effort": "low"}}, "reasoning_effort",
+         "reasoning_effort is unknown, or not supported here; perhaps you meant reasoning.effort"),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused(respond, fields, param, message):
