@@ -248,7 +248,8 @@ class _Parser(h11.Connection):
             if isinstance(event, h11.Request):
                 self._check(event, before - self._n_buffered())
         except h11.RemoteProtocolError as error:
-            self.refused_with, self.why = error.error_status_hint, f"the request is not valid HTTP: {error}"
+            why, _, _ = str(error).partition(": bytearray(")  # h11 quotes the line, of up to 16 KiB
+            self.refused_with, self.why = error.error_status_hint, f"the request is not valid HTTP: {why}"
             raise
         return event
 

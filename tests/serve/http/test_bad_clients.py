@@ -123,6 +123,21 @@ def test_what_is_not_http_is_refused_in_openais_format_and_not_printed(serve, ca
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("sent", "wrong"),
+    [
+        (b"GET /\r\n\r\n", "illegal request line"),
+        (b"GET / HTTP/1.1\r\nno header\r\n\r\n", "illegal header line"),
+    ],
+)
+def test_a_line_that_is_not_http_is_not_quoted(serve, sent, wrong):
+    client = connect(serve())
+    client.sendall(sent)
+    _, _, body = b"".join(iter(lambda: client.recv(1000), b"")).partition(b"\r\n\r\n")
+    client.close()
+    assert json.loads(body)["error"]["message"] == f"the request is not valid HTTP: {wrong}"
+
+
 def test_a_client_that_sends_half_a_body(serve, monkeypatch):
     monkeypatch.setattr("octile.serve.http.service.BODY_SECONDS", 0.2)
     served = serve()
