@@ -82,6 +82,7 @@ class TensorFile:
 
     Raises:
         FileNotFoundError: there is no such file.
+        PermissionError: it may not be read.
         ValueError: it is no safetensors file, or it is damaged: its length or its header is wrong.
     """
 
@@ -89,6 +90,9 @@ class TensorFile:
         self.path = path
         try:
             self._file = safe_open(path, "pt", backend="pread")
+        except FileNotFoundError:  # safetensors' error also of a file that may not be read
+            path.open("rb").close()
+            raise
         except SafetensorError as error:
             raise ValueError(f"{path} is {_damage(path, error)}") from None
         self.metadata: dict[str, str] = self._file.metadata() or {}

@@ -1,6 +1,9 @@
+import errno
 import json
+import os
 import struct
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -183,3 +186,19 @@ def test_what_stands_in_place_of_a_file_is_named(tmp_path):
         TensorFile(tmp_path / "pointer")
     with pytest.raises(ValueError, match="page is an HTML page in place of the file: download it again"):
         TensorFile(tmp_path / "page")
+
+
+def test_a_file_that_may_not_be_read_is_not_said_to_be_absent(tmp_path, monkeypatch):
+    """root may read every file, so that both refuse it here as they do for other users."""
+    path = tmp_path / "model.safetensors"
+
+    def absent(*_, **__):
+        raise FileNotFoundError(f"No such file or directory: {path}")
+
+    def denied(self, *_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+
+    monkeypatch.setattr("octile.checkpoint.tensor_file.safe_open", absent)
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(PermissionError, match=r"Permission denied: .*model\.safetensors"):
+        TensorFile(path)
