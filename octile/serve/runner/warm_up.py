@@ -1,6 +1,7 @@
 """Batches of each kind, for a server to compute before its first request: a new kind of step may need new kernels.
 
     prompts      of all numbers of rows that graphs have, next to a row that decodes: they begin, or continue
+    all rows     of a step, of prompts alone: flash-attn-4 computes those of many rows only
     rows         that decode alone, or next to a prompt, of powers of two: attention and the choice of tokens have other
                  kernels for more rows, and outside of graphs; and those of many short prompts, which attend like them
     positions    that chunks in the middle of their texts read, of all numbers that their GEMM has outside of graphs: as
@@ -62,14 +63,19 @@ def warm_up_batches(
         pages = array("i", [0] * -(-(start + size) // PAGE))
         return Chunk([*islice(tokens, size)], start, pages, n_logits)
 
+    def chunks(start: int, rows: int) -> list[Chunk]:
+        whole, rest = divmod(rows, n)
+        return [chunk(start, size, 1) for size in [n] * whole + [rest] if size]
+
     def prompts(start: int, rows: int) -> Batch:
-        whole, rest = divmod(rows - 1, n)
-        return Batch([chunk(start, 1, 1), *(chunk(start, size, 1) for size in [n] * whole + [rest] if size)])
+        return Batch([chunk(start, 1, 1), *chunks(start, rows - 1)])
 
     sizes = sorted({min(rows, max_step_tokens) for rows in (*graph_rows(MAX_ROWS), max_step_tokens)} - {0})
     decoding = graph_sizes(max_decode_rows) if max_decode_rows else []
     for start in (0, n):
         yield from (prompts(start, rows) for rows in sizes)
+    if max_step_tokens:
+        yield Batch(chunks(0, max_step_tokens))
     longest = min(max_position, index_topk or max_position)  # which attends to all positions before each
     for beyond in range(FILL_ROWS, GEMM_ROWS + 1, FILL_ROWS):
         total = positions_in_graphs + beyond

@@ -62,6 +62,13 @@ def test_batches_fit_into_a_step_and_name_one_page(max_position: int, max_step_t
     assert max(sizes) == max(6, max_step_tokens)
 
 
+@pytest.mark.parametrize("max_step_tokens", [24, 1024, 9000])
+def test_a_step_has_prompts_alone_with_all_of_its_rows(max_step_tokens: int):
+    batches = [batch.chunks for batch in warm_up_batches(max_step_tokens, 6, 0, 512, 50, None, 0)]
+    sizes = [[len(chunk.tokens) for chunk in chunks] for chunks in batches]
+    assert max_step_tokens in [sum(size) for size in sizes if min(size) > 1]
+
+
 def test_prompts_are_computed_next_to_as_many_rows_as_decode_at_once():
     batches = [batch.chunks for batch in warm_up_batches(300, 100, 0, 512, 50, None, 0)]
     mixed = [chunks for chunks in batches if len(chunks) > 1 and len(chunks[-1].tokens) > 1 == len(chunks[-2].tokens)]
