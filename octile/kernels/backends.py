@@ -316,13 +316,11 @@ def choices() -> dict[str, tuple[str, str]]:
     chosen = _all("Triton", "its only kernel on GPUs, for sm_80 and later")
     chosen |= _each(PROMOTED_BY_TRITON, "Triton", _triton_gemms(sm))
     chosen |= {operator: ("torch", why) for operator, why in ONLY_TORCH.items()}
-    training_calls = f"in fused MLA and MHA layers, for {flash_attn_4.SUPPORTED}; in deterministic mode and for others"
-    chosen |= _each(("attention", "attention_backward"), *_attention("torch", ATTENTION_REASON, training_calls))
-    prompt_calls = f"for {flash_attn_4.SUPPORTED_PROMPTS}; for others"
-    chosen["ragged_attention"] = _attention("Triton", PROMPTS_REASON, prompt_calls)
-    packed_calls = f"for {flash_attn_4.SUPPORTED_PACKED}; in deterministic mode and for others"
-    packed = "packed_attention", "packed_attention_backward"
-    chosen |= _each(packed, *_attention("Triton", PACKED_REASON, packed_calls))
+    training = f"{flash_attn_4.SUPPORTED} in fused MLA and MHA layers, except in deterministic mode"
+    chosen |= _each(("attention", "attention_backward"), *_attention("torch", ATTENTION_REASON, training))
+    chosen["ragged_attention"] = _attention("Triton", PROMPTS_REASON, flash_attn_4.SUPPORTED_PROMPTS)
+    packed = f"{flash_attn_4.SUPPORTED_PACKED}, except in deterministic mode"
+    chosen |= _each(("packed_attention", "packed_attention_backward"), *_attention("Triton", PACKED_REASON, packed))
     why_not_hopper = request.why_not_on(torch.device("cuda"))
     if why_not_hopper is None:
         for operator, supported in SUPPORTED_BY_HOPPER.items():
@@ -359,8 +357,8 @@ def _choices_on_cpu() -> dict[str, tuple[str, str]]:
     return chosen | _each(GEMMS_ON_CPU, "C++", why)
 
 
-def _attention(otherwise: str, why: str, supported: str) -> tuple[str, str]:
-    """flash-attn-4 for the calls that it supports, where it is used; the other kernel elsewhere."""
+def _attention(otherwise: str, why: str, calls: str) -> tuple[str, str]:
+    """flash-attn-4 for these calls and what `why` says for others; where it is not used, the other kernel for all."""
     why_not = flash_attn_4.why_not_on(torch.device("cuda"))
     if why_not is not None:
         return otherwise, f"{why}; {flash_attn_4.PACKAGE} is not used: {why_not}"
@@ -368,7 +366,7 @@ def _attention(otherwise: str, why: str, supported: str) -> tuple[str, str]:
         flash_attn_4.load()
     except ImportError as error:
         return "none", str(error)
-    return flash_attn_4.PACKAGE, f"{supported} {why}"
+    return flash_attn_4.PACKAGE, f"for {calls}; for others {why}"
 
 
 def _triton_gemms(sm: str) -> str:

@@ -11,19 +11,20 @@ be faster. TFLOP/s forward · backward on one H100, and cuDNN's time of both ove
     32, 128 and 128, 4 × 1024             353 · 298       389 · 264    1.075
     32, 128 and 128, 8 × 512              212 · 177       277 · 163    1.003
 
-`why_not` is this rule. A server's prompts, of any lengths, are computed by it where a step has 1024 rows of them. ms on
-one H200, of 16 heads with 192 and 128 channels:
+`why_not` is this rule. A server's prompts with 192 and 128 channels are computed by it where a step has 1024 rows of
+them, whatever their lengths. ms on one H200, 16 heads:
 
-    rows after keys that are cached     flash-attn-4    octile's Triton kernel    cuDNN
+    rows of the prompts                 flash-attn-4    octile's Triton kernel    cuDNN
     2 × 4,096                           0.26            0.52                      0.34
     3,700, 2,300, 1,400, 700 and 92     0.21            0.46                      –
-    8,192 after 24,576                  3.06            6.58                      –
+    1,024, after 3,072 cached keys      0.08            0.16                      –
 
-Texts that training packs into sequences are computed by it where they have 128 rows on average: those of 4,096 in 0.62
-of the Triton kernels' time of both passes, of 256 in 0.94.
+Texts that training packs into sequences are computed by it where no sequence has more than one for every 128 tokens.
+Texts of 4,096 tokens take 0.5 to 0.7 of the Triton kernels' time of both passes, of 256 tokens 0.8 to 1, of 68 tokens
+1.2 to 1.3.
 
-Thread blocks of the backward pass add their parts of dq in no fixed order, so its bits differ
-from run to run: deterministic mode excludes the library, as it does cuDNN.
+Thread blocks of the backward pass add their parts of dq in no fixed order, so its bits differ from run to run:
+deterministic mode excludes the library, as it does cuDNN.
 
 The functions are those that its autograd function calls. torch's own module for the library (`torch.nn.attention._fa4`,
 torch 2.13) does not call this version: it expects two results of the forward function, which returns five. The kernels
@@ -51,10 +52,15 @@ FUNCTIONS = "_flash_attn_fwd", "_flash_attn_bwd"  # private, so that a later ver
 CHANNELS = ((192, 128), (128, 128))  # of q and v
 MIN_TOKENS = 1024  # of a sequence; at 512 the gain is small or none, and forward alone is slower
 SUPPORTED = f"causal attention in BF16 with 192/128 or 128 channels and at least {MIN_TOKENS} tokens"
-MIN_ROWS = 1024  # of all texts: for fewer, some 10 µs a layer are not worth a compilation
-MIN_ROWS_OF_TEXT = 128  # of packed ones on average; those of 68 rows take 1.2 to 1.3 times as long as with Triton
-SUPPORTED_PROMPTS = f"prompts in BF16 with 192/128 or 128 channels and at least {MIN_ROWS} rows together"
-SUPPORTED_PACKED = f"packed texts in BF16 with 192/128 or 128 channels and at least {MIN_ROWS_OF_TEXT} rows on average"
+CHANNELS_OF_PROMPTS = CHANNELS[:1]  # 128 channels were not measured with prompts
+MIN_ROWS = 1024  # of all texts: for fewer, some µs a layer are not worth a compilation
+MAX_TEXTS = 256  # for more the library has other kernels, which no server compiles before its first request
+MIN_ROWS_OF_TEXT = 128  # of packed texts, empty ones counted; those of 68 rows are slower than with Triton
+SUPPORTED_PROMPTS = f"up to {MAX_TEXTS} prompts in BF16 with 192/128 channels and at least {MIN_ROWS} rows together"
+SUPPORTED_PACKED = (
+    f"up to {MAX_TEXTS} packed texts (in every sequence as many as in that with the most) in BF16 with 192/128 or 128 "
+    f"channels, at least {MIN_ROWS} rows, and {MIN_ROWS_OF_TEXT} a text"
+)
 INSTALL = f'pip install "octile[{PACKAGE}]"'
 
 
@@ -76,7 +82,7 @@ def why_not(q: Tensor, v: Tensor, causal: bool) -> str | None:
     """Return why q [B, S, H, X] and v [B, S, H, V] are left to another kernel; None: the library computes them."""
     if reason := why_not_on(q.device):
         return reason
-    if not causal or not _has_kernels(q, v) or q.shape[1] < MIN_TOKENS:
+    if not causal or not _has_kernels(q, v, CHANNELS) or q.shape[1] < MIN_TOKENS:
         return f"it is used for {SUPPORTED} only"
     if torch.are_deterministic_algorithms_enabled():
         return "its backward pass adds in no fixed order"
@@ -85,11 +91,11 @@ def why_not(q: Tensor, v: Tensor, causal: bool) -> str | None:
     return None
 
 
-def why_not_prompts(q: Tensor, v: Tensor) -> str | None:
+def why_not_prompts(q: Tensor, v: Tensor, row_starts: Tensor) -> str | None:
     """Return why prompts, q [T, H, X] and v [L, H, V], are left to another kernel; None: the library computes them."""
     if reason := why_not_on(q.device):
         return reason
-    if not _has_kernels(q, v) or len(q) < MIN_ROWS:
+    if not _has_kernels(q, v, CHANNELS_OF_PROMPTS) or len(q) < MIN_ROWS or len(row_starts) - 1 > MAX_TEXTS:
         return f"it is used for {SUPPORTED_PROMPTS} only"
     return None
 
@@ -101,15 +107,17 @@ def why_not_packed(q: Tensor, v: Tensor, cu_seqlens: Tensor) -> str | None:
     """
     if reason := why_not_on(q.device):
         return reason
-    if not _has_kernels(q, v) or len(q) < max(MIN_ROWS, MIN_ROWS_OF_TEXT * (len(cu_seqlens) - 1)):
+    texts = len(cu_seqlens) - 1
+    has_rows = len(q) >= max(MIN_ROWS, MIN_ROWS_OF_TEXT * texts)
+    if not _has_kernels(q, v, CHANNELS) or not has_rows or texts > MAX_TEXTS:
         return f"it is used for {SUPPORTED_PACKED} only"
     if torch.are_deterministic_algorithms_enabled():
         return "its backward pass adds in no fixed order"
     return None
 
 
-def _has_kernels(q: Tensor, v: Tensor) -> bool:
-    return q.dtype == torch.bfloat16 and (q.shape[-1], v.shape[-1]) in CHANNELS
+def _has_kernels(q: Tensor, v: Tensor, channels: tuple[tuple[int, int], ...]) -> bool:
+    return q.dtype == torch.bfloat16 and (q.shape[-1], v.shape[-1]) in channels
 
 
 @functools.cache
@@ -146,24 +154,16 @@ def backward(
 
 
 def forward_prompts(
-    out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    row_starts: Tensor,
-    key_starts: Tensor,
-    max_rows: int,
-    max_keys: int,
-    scale: float,
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, row_starts: Tensor, key_starts: Tensor, scale: float
 ) -> None:
-    """Run the forward kernel for texts of any lengths: as `octile.ops.attention.ragged_attention`."""
-    texts = {"cu_seqlens_q": row_starts, "cu_seqlens_k": key_starts, "max_seqlen_q": max_rows, "max_seqlen_k": max_keys}
+    """Run the forward kernel for prompts, as `octile.ops.attention.ragged_attention`, and write the result to out."""
+    texts = _texts(row_starts, key_starts, len(q), len(k))
     load()._flash_attn_fwd(q, k, v, **texts, softmax_scale=scale, causal=True, out=out)
 
 
 def forward_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Run the forward kernel within packed texts; returns o [T, H, V], contiguous, and lse [H, T] float32."""
-    texts = _packed(cu_seqlens, len(q))
+    texts = _texts(cu_seqlens, cu_seqlens, len(q), len(q))
     o, lse, *_ = load()._flash_attn_fwd(q, k, v, **texts, softmax_scale=scale, causal=True, return_lse=True)
     return o, lse
 
@@ -172,12 +172,16 @@ def backward_packed(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, cu_seqlens: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward kernels within packed texts; returns dq, dk [T, H, X] and dv [T, H, V], contiguous."""
-    return _gradients(do, q, k, v, o, lse, scale, _packed(cu_seqlens, len(q)))
+    return _gradients(do, q, k, v, o, lse, scale, _texts(cu_seqlens, cu_seqlens, len(q), len(q)))
 
 
-def _packed(cu_seqlens: Tensor, rows: int) -> dict[str, Any]:
-    """The arguments for texts of which the longest is known on the GPU alone."""
-    return {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": rows, "max_seqlen_k": rows}
+def _texts(row_starts: Tensor, key_starts: Tensor, rows: int, keys: int) -> dict[str, Any]:
+    """The library's arguments for several texts.
+
+    Their sum is given as the longest length. A length of up to 128 would choose another kernel, and that of packed
+    texts is known on the GPU alone.
+    """
+    return {"cu_seqlens_q": row_starts, "cu_seqlens_k": key_starts, "max_seqlen_q": rows, "max_seqlen_k": keys}
 
 
 def _gradients(

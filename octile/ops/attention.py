@@ -263,8 +263,8 @@ def _(out, q, k, v, row_starts, key_starts, max_rows, max_keys, scale):
     from octile.kernels.triton import ragged_attention as kernel  # late: a machine without a GPU has no Triton
 
     _check_texts(out, q, k, v, row_starts, key_starts)
-    if flash_attn_4.why_not_prompts(q, v) is None:
-        flash_attn_4.forward_prompts(out, q, k, v, row_starts, key_starts, max_rows, max_keys, scale)
+    if flash_attn_4.why_not_prompts(q, v, row_starts) is None:
+        flash_attn_4.forward_prompts(out, q, k, v, row_starts, key_starts, scale)
         return
     texts = len(row_starts) - 1
     if len(q) == len(k) == texts * max_rows and not max_rows % PLANNED_ROWS:
@@ -307,4 +307,6 @@ def _check_texts(out: Tensor, q: Tensor, k: Tensor, v: Tensor, row_starts: Tenso
             raise TypeError(f"{name} must be int32, not {t.dtype}")
         if t.dim() != 1 or len(t) < 2 or len(t) != len(row_starts):
             raise ValueError(f"{name} must have the first of each text and the end, not {tuple(t.shape)}")
+        if not t.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, not have strides {t.stride()}")
         check_device("q", q, name, t)

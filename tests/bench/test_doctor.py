@@ -152,6 +152,7 @@ def test_on_hopper_a_reason_says_which_calls_have_another_kernel(pretend):
 
 
 ATTENTION_OF_TRAINING = ("attention", "attention_backward")
+OF_PACKED = ("packed_attention", "packed_attention_backward")
 
 
 def test_on_hopper_flash_attn_4_is_named_where_it_is_installed(pretend, monkeypatch):
@@ -159,8 +160,32 @@ def test_on_hopper_flash_attn_4_is_named_where_it_is_installed(pretend, monkeypa
     monkeypatch.setattr(flash_attn_4, "load", lambda: None)
     assert {kernels()[name] for name in ATTENTION_OF_TRAINING} == {"flash-attn-4"}
     assert {reasons()[name] for name in ATTENTION_OF_TRAINING} == {
-        "in fused MLA and MHA layers, for causal attention in BF16 with 192/128 or 128 channels and at least 1024 "
-        "tokens; in deterministic mode and for others cuDNN or FlashAttention, as torch's own attention chooses"
+        "for causal attention in BF16 with 192/128 or 128 channels and at least 1024 tokens in fused MLA and MHA "
+        "layers, except in deterministic mode; for others cuDNN or FlashAttention, as torch's own attention chooses"
+    }
+
+
+def test_flash_attn_4_is_named_for_prompts_and_packed_texts(pretend, monkeypatch):
+    pretend((9, 0), with_flash_attn_4=True)
+    monkeypatch.setattr(flash_attn_4, "load", lambda: None)
+    assert {kernels()[name] for name in ("ragged_attention", *OF_PACKED)} == {"flash-attn-4"}
+    assert reasons()["ragged_attention"] == (
+        "for up to 256 prompts in BF16 with 192/128 channels and at least 1024 rows together; for others a kernel for "
+        "texts of any lengths, and cuDNN's where all texts have the same multiple of 1,024 rows"
+    )
+    assert {reasons()[name] for name in OF_PACKED} == {
+        "for up to 256 packed texts (in every sequence as many as in that with the most) in BF16 with 192/128 or 128 "
+        "channels, at least 1024 rows, and 128 a text, except in deterministic mode; for others kernels that add in a "
+        "fixed order"
+    }
+
+
+def test_prompts_and_packed_texts_have_kernels_of_triton_without_flash_attn_4(pretend):
+    pretend((9, 0))
+    assert {kernels()[name] for name in ("ragged_attention", *OF_PACKED)} == {"Triton"}
+    assert {reasons()[name] for name in OF_PACKED} == {
+        "kernels that add in a fixed order; flash-attn-4 is not used: it is not installed: pip install "
+        '"octile[flash-attn-4]"'
     }
 
 

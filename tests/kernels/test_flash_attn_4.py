@@ -99,39 +99,58 @@ def test_why_it_is_not_used_on_a_machine(installed, version: str | None, capabil
     assert flash_attn_4.why_not(*operands(**SUPPORTED)) == reason
 
 
+ONLY = "it is used for {} only".format
+BF16 = torch.bfloat16
+
+
 @pytest.mark.parametrize(
-    ("dtype", "channels", "rows", "is_used"),
+    ("dtype", "channels", "rows", "n", "is_used"),
     [
-        (torch.bfloat16, (192, 128), 1024, True),
-        (torch.bfloat16, (128, 128), 1024, True),
-        (torch.bfloat16, (192, 128), 1023, False),
-        (torch.bfloat16, (64, 64), 1024, False),
-        (torch.float16, (192, 128), 1024, False),
+        (BF16, (192, 128), 1024, 1, True),
+        (BF16, (192, 128), 1024, 256, True),
+        (BF16, (192, 128), 1024, 257, False),
+        (BF16, (192, 128), 1023, 1, False),
+        (BF16, (128, 128), 1024, 1, False),
+        (torch.float16, (192, 128), 1024, 1, False),
     ],
 )
-def test_the_prompts_and_packed_texts_that_it_is_used_for(installed, dtype, channels, rows, is_used: bool):
+def test_the_prompts_that_it_is_used_for(installed, dtype, channels, rows: int, n: int, is_used: bool):
     installed()
-    q, v = texts(dtype, channels, rows)
-    channels_and_rows = "in BF16 with 192/128 or 128 channels and at least"
-    reason = f"it is used for prompts {channels_and_rows} 1024 rows together only"
-    assert flash_attn_4.why_not_prompts(q, v) == (None if is_used else reason)
-    reason = f"it is used for packed texts {channels_and_rows} 128 rows on average only"
-    assert flash_attn_4.why_not_packed(q, v, torch.zeros(3)) == (None if is_used else reason)
+    reason = ONLY("up to 256 prompts in BF16 with 192/128 channels and at least 1024 rows together")
+    assert flash_attn_4.why_not_prompts(*texts(dtype, channels, rows), torch.zeros(n + 1)) == (
+        None if is_used else reason
+    )
 
 
-@pytest.mark.parametrize(("n", "is_used"), [(16, True), (17, False)])
-def test_packed_texts_of_few_rows_are_left_to_another_kernel(installed, n: int, is_used: bool):
+@pytest.mark.parametrize(
+    ("dtype", "channels", "rows", "n", "is_used"),
+    [
+        (BF16, (192, 128), 1024, 8, True),
+        (BF16, (192, 128), 1024, 9, False),
+        (BF16, (128, 128), 2**15, 256, True),
+        (BF16, (128, 128), 2**16, 257, False),
+        (BF16, (192, 128), 1023, 1, False),
+        (BF16, (64, 64), 1024, 1, False),
+        (torch.float16, (192, 128), 1024, 1, False),
+    ],
+)
+def test_the_packed_texts_that_it_is_used_for(installed, dtype, channels, rows: int, n: int, is_used: bool):
     installed()
-    q, v = texts(torch.bfloat16, (192, 128), 2048)
-    assert (flash_attn_4.why_not_packed(q, v, torch.zeros(n + 1)) is None) == is_used
-    assert flash_attn_4.why_not_prompts(q, v) is None
+    reason = ONLY(
+        "up to 256 packed texts (in every sequence as many as in that with the most) in BF16 with 192/128 or 128 "
+        "channels, at least 1024 rows, and 128 a text"
+    )
+    assert flash_attn_4.why_not_packed(*texts(dtype, channels, rows), torch.zeros(n + 1)) == (
+        None if is_used else reason
+    )
 
 
 def test_texts_are_left_to_another_kernel_where_it_is_not_installed(installed):
     installed(None)
     q, v = texts(torch.bfloat16, (192, 128), 1024)
     reason = 'it is not installed: pip install "octile[flash-attn-4]"'
-    assert flash_attn_4.why_not_prompts(q, v) == flash_attn_4.why_not_packed(q, v, torch.zeros(3)) == reason
+    starts = torch.zeros(3)
+    assert flash_attn_4.why_not_prompts(q, v, starts) == flash_attn_4.why_not_packed(q, v, starts) == reason
 
 
 def test_it_is_not_used_for_training_in_deterministic_mode(installed):
@@ -142,7 +161,7 @@ def test_it_is_not_used_for_training_in_deterministic_mode(installed):
         assert flash_attn_4.why_not(*operands(**SUPPORTED)) == "its backward pass adds in no fixed order"
         reason = "its backward pass adds in no fixed order"
         assert flash_attn_4.why_not_packed(*operands_of_texts, torch.zeros(3)) == reason
-        assert flash_attn_4.why_not_prompts(*operands_of_texts) is None
+        assert flash_attn_4.why_not_prompts(*operands_of_texts, torch.zeros(3)) is None
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -214,7 +233,9 @@ def fwd(
 ) -> tuple[Tensor | None, ...]:
     assert causal
     if out is not None:
-        ragged_attention(out, q, k, v, *texts.values(), softmax_scale)
+        rows, keys = texts["max_seqlen_q"], texts["max_seqlen_k"]
+        assert (rows, keys) == (len(q), len(k))  # bounds of any length
+        ragged_attention(out, q, k, v, texts["cu_seqlens_q"], texts["cu_seqlens_k"], rows, keys, softmax_scale)
         return out, None, None, None, None
     assert return_lse
     if texts:
