@@ -1,4 +1,4 @@
-"""What each of 8 gloo ranks runs for test_pipeline.py: schedules on the first 2, 4 and 8 of them, vs. one process."""
+"""What each of 8 gloo ranks runs for test_pipeline.py: schedules on the last 2, 4 and 8 of them, vs. one process."""
 
 import copy
 import datetime
@@ -35,7 +35,6 @@ from tests.models.conftest import MINI_V3, build
 from tests.worlds import run_cases
 
 T = TypeVar("T")
-WORLD = 8
 SIZES = (2, 4, 8)
 PAIRS: dict[tuple[int, int], dist.ProcessGroup] = {}  # of the last four ranks
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5}
@@ -624,13 +623,15 @@ def start_on_gpu(rank: int, folder: str, world: int) -> None:
     dist.init_process_group("nccl", f"file://{folder}/store", timeout, world, rank, device_id=device)
 
 
-def run(rank: int, folder: str, device: str = "cpu", names: Collection[str] | None = None) -> None:
+def run(
+    rank: int, folder: str, device: str = "cpu", names: Collection[str] | None = None, world: int = max(SIZES)
+) -> None:
     """Run cases of 2, 4 and 8 ranks on the last ranks of a gloo world, whose numbers in their group are others.
 
-    On GPUs run those of 2 ranks, by NCCL. Without names all cases are run.
+    On GPUs run those of 2 ranks, by NCCL. Without names all cases are run that the world has ranks for.
     """
     torch.set_num_threads(1)
-    world = WORLD if device == "cpu" else 2
+    world = world if device == "cpu" else 2
     if device == "cuda":
         start_on_gpu(rank, folder, world)
     else:
