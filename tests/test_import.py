@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from graphlib import TopologicalSorter
 from importlib.resources import files
@@ -17,6 +18,7 @@ from octile.tokenizer import Tokenizer
 from tests.fresh_python import run_python
 from tests.serve.models import save_untrained
 
+STATEMENTS = ("body", "orelse", "finalbody", "handlers", "cases")  # fields that hold statements, or what holds them
 HEAVY = (
     "torch",
     "numpy",
@@ -208,6 +210,14 @@ def test_the_package_says_that_it_is_typed():
     assert files("octile").joinpath("py.typed").is_file()
 
 
+def statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """The module and all statements in it, without their expressions, which are most nodes and import nothing."""
+    found: list[ast.AST] = [tree]
+    for node in found:
+        yield node
+        found.extend(inner for field in STATEMENTS for inner in getattr(node, field, ()) if isinstance(inner, ast.AST))
+
+
 def imports_of_modules() -> dict[str, set[str]]:
     """The modules of octile that each module of octile imports: at once, in a function, or for its annotations."""
     package = Path(octile.__file__).parent
@@ -215,7 +225,7 @@ def imports_of_modules() -> dict[str, set[str]]:
     paths = {name.removesuffix(".__init__"): path for name, path in paths.items()}
     imported: dict[str, set[str]] = {name: set() for name in paths}
     for name, path in paths.items():  # one tree at a time: garbage collections would look at all
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in statements(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Import):
                 imported[name] |= {alias.name for alias in node.names} & paths.keys()
             elif isinstance(node, ast.ImportFrom) and node.module:
