@@ -49,7 +49,8 @@ def configured(folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def process(configured):
-    server = start(configured, "--limits.drain", "20", "--weights-key", "trainer", "--reasoning-parser", "deepseek_r1")
+    options = "--limits.drain", "20", "--weights-key", "trainer", "--reasoning-parser", "deepseek_r1"
+    server = ForkedCommand(arguments(configured, *options))
     yield server
     server.kill()
     server.communicate()
