@@ -73,14 +73,14 @@ def assert_same(asked, alone, under_load) -> None:
 @pytest.fixture(scope="module")
 def load(of_v31, start):
     """Requests, and the answer that each gets alone."""
-    asked = draw(72, 0, of_v31) + draw(36, 1, of_v31, PLAIN, longest=120)
+    asked = draw(42, 0, of_v31) + draw(24, 1, of_v31, PLAIN, longest=120)
     return asked, answers_alone(start().url, asked)
 
 
 @pytest.mark.parametrize("n_drafts", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
 def test_answers_under_mixed_load_are_those_alone(load, start, n_drafts):
     asked, alone = load
-    served = start(n_pages=150, n_drafts=n_drafts, max_batch=16)
+    served = start(n_pages=135, n_drafts=n_drafts, max_batch=16)
     assert_same(asked, alone, together(served.url, asked))
     wait_until(lambda: is_idle(served.url))
     now = counts(served.url)
