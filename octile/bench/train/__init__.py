@@ -13,7 +13,6 @@ trainer that does not run on this machine is left out, and a row says why.
 
 from __future__ import annotations
 
-import shutil
 import statistics
 import sys
 import tempfile
@@ -164,20 +163,18 @@ def without_mtp(config: TrainConfig) -> TrainConfig:
 
 
 def candidates(config: TrainConfig, shape: str, folder: Path) -> list[Candidate]:
-    """Return the trainers of a configuration. The tokens are in the folder; each run has a copy."""
-    run_folders = Path(tempfile.mkdtemp(dir=folder))
+    """Return the trainers of a configuration, which read the tokens in the folder."""
 
-    def in_folder(name: str, recipe: str) -> TrainConfig:
-        shutil.copytree(folder / DATA, run_folders / name / DATA)
-        return replace(config, recipe=recipe, out=run_folders / name)
+    def in_folder(recipe: str) -> TrainConfig:
+        return replace(config, recipe=recipe, out=folder)
 
     found = [
-        Candidate(name, shape, octile_trainer.run, (in_folder(name, recipe),))
+        Candidate(name, shape, octile_trainer.run, (in_folder(recipe),))
         for name, recipe in ((FP8_TRAINER, "deepseek_v3"), (PLAIN_BF16, "bf16"))
     ]
     if shape == WITHOUT_MTP:
         for name, converters in ((TITAN_BF16, ()), (TITAN_FP8, FLOAT8), (TITAN_OCTILE, OCTILE)):
-            arguments, why_not = (in_folder(name, "bf16"), converters), torchtitan_trainer.why_not(converters)
+            arguments, why_not = (in_folder("bf16"), converters), torchtitan_trainer.why_not(converters)
             found.append(Candidate(name, shape, torchtitan_trainer.run, arguments, why_not))
     return found
 

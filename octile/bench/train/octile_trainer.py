@@ -1,4 +1,4 @@
-"""`octile train` as a trainer to measure: its own loop, with its data, its metrics and its progress."""
+"""`octile train` as a trainer to measure: its own loop, with its data and its metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(requests: Requests, config: TrainConfig) -> None:
 
     It prints nothing: a line of progress would count the pauses.
 
-    The run's folder is a new one within `config.out`, which holds the tokens: a trainer may be measured twice.
+    `config.out` holds the tokens. The run's folder is a new one within it: a trainer may be measured twice.
     """
     assert config.out is not None
     out = Path(tempfile.mkdtemp(dir=config.out))

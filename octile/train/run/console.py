@@ -46,7 +46,7 @@ class RunConsole:
 
     @classmethod
     def silent(cls) -> RunConsole:
-        """A console that prints nothing, of a rank that is not the first."""
+        """A console that prints nothing: of a rank that is not the first, or of a run that a benchmark measures."""
         return cls(Console(quiet=True))
 
     @contextmanager
