@@ -56,7 +56,7 @@ def launch_backward(
     dy2: Tensor | None = None,
     dy3: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """dys, x, add [M, K], any strides, and rstd [M] → dx + add [M, K] in x's dtype, dweight [K] float32."""
+    """dy, dy2, dy3, x, add [M, K], any strides, and rstd [M] → dx + add [M, K] in x's dtype, dweight [K] float32."""
     m, k = x.shape
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     shape = _rows_of_program(k, launch_config.NORM_BACKWARD_OF_SEVERAL_ROWS)

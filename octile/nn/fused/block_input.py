@@ -64,8 +64,8 @@ class BlockInput(NamedTuple):
         saved: the tensors that the layers save of it, all of them the same; `how_saved` says what they are.
         recipe: recipe of the layers that read it.
         shape: [..., K], of the activation before its leading dimensions were flattened.
-        same: x twice more, if it is a norm's. The norm's kernel adds the gradients that are sent to these and to x,
-            where autograd would add those of one tensor's readers in a kernel and a rounding of their own.
+        x_views: two more views of x, if it is a norm's for several readers. The norm's kernel adds the gradients that
+            are sent to them and to x; autograd would add those of one tensor's readers in kernels of their own.
     """
 
     x: Tensor
@@ -74,11 +74,11 @@ class BlockInput(NamedTuple):
     how_saved: Saved
     recipe: Recipe
     shape: torch.Size
-    same: tuple[Tensor, ...] = ()
+    x_views: tuple[Tensor, ...] = ()
 
     def for_readers(self) -> tuple[BlockInput, BlockInput, BlockInput]:
         """Return this input for three layers, each with an x of its own where there is one."""
-        second, third = self.same or (self.x, self.x)
+        second, third = self.x_views or (self.x, self.x)
         return self, self._replace(x=second), self._replace(x=third)
 
 

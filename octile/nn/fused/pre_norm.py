@@ -68,9 +68,9 @@ def norm_block_input(x: Tensor, norm: RMSNorm, recipe: Recipe, values: bool = Fa
         values: whether other layers read and save norm(x) in high precision.
     """
     assert recipe.formats is not None
-    x_format, x_TK, n_same = recipe.formats.x, x.reshape(-1, x.shape[-1]), 2 if values else 0
+    x_format, x_TK, n_views = recipe.formats.x, x.reshape(-1, x.shape[-1]), 2 if values else 0
     values = values or has_gemm_observers()
-    y, data, scale, residual, *same = _NormAndQuantize.apply(x_TK, norm.weight, norm.eps, x_format, values, n_same)
+    y, data, scale, residual, *views = _NormAndQuantize.apply(x_TK, norm.weight, norm.eps, x_format, values, n_views)
     q = report_quantization("x", ScaledTensor(data, scale, TILE))
     saved: tuple[Tensor, ...] = (x_TK.detach(), norm.weight.detach())
     how_saved = Saved("norm", x_format, norm.eps)
@@ -78,13 +78,13 @@ def norm_block_input(x: Tensor, norm: RMSNorm, recipe: Recipe, values: bool = Fa
         saved, how_saved = (data, scale), Saved("quantized", x_format)
         if values:
             saved, how_saved = (y.detach(), *saved), Saved("both", x_format)
-    return residual, BlockInput(y, q, saved, how_saved, recipe, x.shape, tuple(same))
+    return residual, BlockInput(y, q, saved, how_saved, recipe, x.shape, tuple(views))
 
 
 class _NormAndQuantize(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TK: Tensor, weight_K: Tensor, eps: float, x_format: OperandFormat, values: bool, n_same: int
+        ctx: Any, x_TK: Tensor, weight_K: Tensor, eps: float, x_format: OperandFormat, values: bool, n_views: int
     ) -> tuple[Tensor, ...]:
         power_of_2 = x_format.scale == "power_of_2"
         data, scale, rstd, y = rms_norm_quantize(x_TK, weight_K, eps, x_format.fmt.name, power_of_2, values)
@@ -93,7 +93,7 @@ class _NormAndQuantize(torch.autograd.Function):
         ctx.save_for_backward(x_TK, weight_K, rstd)
         ctx.mark_non_differentiable(data, scale)
         ctx.set_materialize_grads(False)
-        return y, data, scale, x_TK.view_as(x_TK), *(y.view_as(y) for _ in range(n_same))
+        return y, data, scale, x_TK.view_as(x_TK), *(y.view_as(y) for _ in range(n_views))
 
     @staticmethod
     @first_derivative_only
