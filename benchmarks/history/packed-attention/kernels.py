@@ -75,24 +75,16 @@ class Packed:
 
 
 class FlashAttention4:
-    """The CuTe kernels of flash-attn-4, an optional library."""
+    """The kernels of flash-attn-4, an optional library."""
 
-    def __init__(self, starts: Tensor, longest: int, scale: float, key_starts: Tensor | None = None, keys: int = 0):
-        self.library = flash_attn_4.load()
-        self.arguments = {
-            "softmax_scale": scale,
-            "causal": True,
-            "cu_seqlens_q": starts,
-            "cu_seqlens_k": starts if key_starts is None else key_starts,
-            "max_seqlen_q": longest,
-            "max_seqlen_k": keys or longest,
-        }
+    def __init__(self, starts: Tensor, scale: float):
+        self.texts = starts, scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return self.library._flash_attn_fwd(q, k, v, **self.arguments, return_lse=True)[:2]
+        return flash_attn_4.forward_packed(q, k, v, *self.texts)
 
     def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-        return self.library._flash_attn_bwd(q, k, v, o, do, lse, **self.arguments)[:3]
+        return flash_attn_4.backward_packed(do, q, k, v, o, lse, *self.texts)
 
 
 class Whole:
@@ -128,8 +120,7 @@ def measure(name: str, heads: int, x: int, values: int, lengths: list[int], long
     starts = F.pad(torch.tensor(lengths, device="cuda").cumsum(0), (1, 0)).int()
     kernels = {"FlashAttention-2": FlashAttention2(starts, longest, x**-0.5), "octile": Packed(starts, x**-0.5)}
     if "flash-attn-4" in sys.argv:
-        kernels["flash-attn-4"] = FlashAttention4(starts, longest, x**-0.5)
-        kernels["…, of unknown length"] = FlashAttention4(starts, sum(lengths), x**-0.5)
+        kernels["flash-attn-4"] = FlashAttention4(starts, x**-0.5)
     if len({*lengths}) == 1:
         kernels["whole (cuDNN)"] = Whole(lengths[0], x**-0.5)
     results = {each: kernel.forward(q, k, v) for each, kernel in kernels.items()}
@@ -177,11 +168,13 @@ def measure_prompts(heads: int, x: int, values: int, name: str, texts: list[tupl
         triton_kernel.launch(out, q, k, v, starts, key_starts, x**-0.5)
         return out
 
+    def library() -> Tensor:
+        flash_attn_4.forward_prompts(out, q, k, v, starts, key_starts, x**-0.5)
+        return out
+
     works = {"Triton": triton, "octile": lambda: (ragged_attention(out, q, k, v, *ragged), out)[1]}
     if "flash-attn-4" in sys.argv:
-        fa4 = FlashAttention4(starts, longest[0], x**-0.5, key_starts, longest[1])
-        works["flash-attn-4"] = lambda: fa4.forward(q, k, v)[0]
-        works["flash-attn-4, without lse"] = lambda: fa4.library._flash_attn_fwd(q, k, v, **fa4.arguments, out=out)[0]
+        works["flash-attn-4"] = library
     expected = triton().clone()
     errors = {each: error(work(), expected) for each, work in works.items()}
     seconds, host = work_seconds(works, rounds=8), {each: host_seconds(work) for each, work in works.items()}
