@@ -140,17 +140,29 @@ def load() -> Any:
         ) from error
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Run the forward kernel; returns o [B, S, H, V], contiguous, and lse [B, H, S] float32."""
-    o, lse, *_ = load()._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=True, return_lse=True)
+def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Run the forward kernel for sequences [B, S, H, …], or within packed texts [T, H, …].
+
+    Args:
+        q, k, v, scale: as in `octile.ops.attention.attention`; with cu_seqlens as in `packed_attention`.
+        cu_seqlens: the borders of packed texts; None: q, k and v are sequences.
+
+    Returns:
+        o in the shape of v, contiguous, and lse [B, H, S] or [H, T] float32.
+    """
+    texts = _packed(q, cu_seqlens)
+    o, lse, *_ = load()._flash_attn_fwd(q, k, v, **texts, softmax_scale=scale, causal=True, return_lse=True)
     return o, lse
 
 
 def backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the backward kernels; returns dq, dk [B, S, H, X] and dv [B, S, H, V], contiguous."""
-    return _gradients(do, q, k, v, o, lse, scale, {})
+    """Run the backward kernels of what `forward` computed; returns dq, dk and dv, contiguous."""
+    dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
+    texts = _packed(q, cu_seqlens)
+    load()._flash_attn_bwd(q, k, v, o, do, lse, **texts, softmax_scale=scale, causal=True, dq=dq, dk=dk, dv=dv)
+    return dq, dk, dv
 
 
 def forward_prompts(
@@ -161,18 +173,8 @@ def forward_prompts(
     load()._flash_attn_fwd(q, k, v, **texts, softmax_scale=scale, causal=True, out=out)
 
 
-def forward_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Run the forward kernel within packed texts; returns o [T, H, V], contiguous, and lse [H, T] float32."""
-    texts = _texts(cu_seqlens, cu_seqlens, len(q), len(q))
-    o, lse, *_ = load()._flash_attn_fwd(q, k, v, **texts, softmax_scale=scale, causal=True, return_lse=True)
-    return o, lse
-
-
-def backward_packed(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, cu_seqlens: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the backward kernels within packed texts; returns dq, dk [T, H, X] and dv [T, H, V], contiguous."""
-    return _gradients(do, q, k, v, o, lse, scale, _texts(cu_seqlens, cu_seqlens, len(q), len(q)))
+def _packed(q: Tensor, cu_seqlens: Tensor | None) -> dict[str, Any]:
+    return {} if cu_seqlens is None else _texts(cu_seqlens, cu_seqlens, len(q), len(q))
 
 
 def _texts(row_starts: Tensor, key_starts: Tensor, rows: int, keys: int) -> dict[str, Any]:
@@ -182,11 +184,3 @@ def _texts(row_starts: Tensor, key_starts: Tensor, rows: int, keys: int) -> dict
     texts is known on the GPU alone.
     """
     return {"cu_seqlens_q": row_starts, "cu_seqlens_k": key_starts, "max_seqlen_q": rows, "max_seqlen_k": keys}
-
-
-def _gradients(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, texts: dict[str, Any]
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-    load()._flash_attn_bwd(q, k, v, o, do, lse, **texts, softmax_scale=scale, causal=True, dq=dq, dk=dk, dv=dv)
-    return dq, dk, dv

@@ -59,7 +59,7 @@ def _(q, k, v, cu_seqlens, scale):
 
     _check(q, k, v, cu_seqlens)
     if flash_attn_4.why_not_packed(q, v, cu_seqlens) is None:
-        return flash_attn_4.forward_packed(q, k, v, cu_seqlens, scale)
+        return flash_attn_4.forward(q, k, v, scale, cu_seqlens)
     return kernels.forward(q, k, v, cu_seqlens, scale)
 
 
@@ -104,7 +104,7 @@ def _(do, q, k, v, o, lse, cu_seqlens, scale):
 
     _check_backward(do, q, k, v, o, lse, cu_seqlens)
     if flash_attn_4.why_not_packed(q, v, cu_seqlens) is None:
-        return flash_attn_4.backward_packed(do, q, k, v, o, lse, cu_seqlens, scale)
+        return flash_attn_4.backward(do, q, k, v, o, lse, scale, cu_seqlens)
     return kernels.backward(do, q, k, v, o, lse, cu_seqlens, scale)
 
 

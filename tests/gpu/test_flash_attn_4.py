@@ -159,9 +159,9 @@ PROMPTS = {  # rows and keys of each text
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The functions for texts that have been called."""
+    """The functions that have been called."""
     names: list[str] = []
-    for name in ("forward_prompts", "forward_packed", "backward_packed"):
+    for name in ("forward_prompts", "forward", "backward"):
         function = getattr(flash_attn_4, name)
         monkeypatch.setattr(
             flash_attn_4, name, lambda *given, name=name, function=function: names.append(name) or function(*given)
@@ -241,7 +241,7 @@ def test_packed_texts_agree_with_the_reference_in_a_graph_too(
     expected = run(q.float(), k.float(), v.float(), do.float())
     assert not used
     found = run(q, k, v, do)
-    assert used == ["forward_packed", "backward_packed"]
+    assert used == ["forward", "backward"]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run(q, k, v, do)

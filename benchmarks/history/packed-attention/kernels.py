@@ -10,6 +10,10 @@ the length of a sequence as that of the longest text, as training gave it.
 """
 
 import sys
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -61,30 +65,15 @@ class FlashAttention2:
         return [d[..., : t.shape[-1]].contiguous() for d, t in zip(found, (q, k, v), strict=True)]
 
 
-class Packed:
-    """octile's kernels."""
+class Packed(NamedTuple):
+    """Kernels that are called with the starts of the texts and the scale."""
 
-    def __init__(self, starts: Tensor, scale: float):
-        self.texts = starts, scale
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, ...]]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return triton_packed.forward(q, k, v, *self.texts)
-
-    def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-        return triton_packed.backward(do, q, k, v, o, lse, *self.texts)
-
-
-class FlashAttention4:
-    """The kernels of flash-attn-4, an optional library."""
-
-    def __init__(self, starts: Tensor, scale: float):
-        self.texts = starts, scale
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return flash_attn_4.forward_packed(q, k, v, *self.texts)
-
-    def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-        return flash_attn_4.backward_packed(do, q, k, v, o, lse, *self.texts)
+    @classmethod
+    def of(cls, module: ModuleType, starts: Tensor, scale: float) -> Self:
+        return cls(*(partial(f, cu_seqlens=starts, scale=scale) for f in (module.forward, module.backward)))
 
 
 class Whole:
@@ -118,9 +107,12 @@ def measure(name: str, heads: int, x: int, values: int, lengths: list[int], long
         torch.randn(sum(lengths), heads, width, device="cuda", dtype=torch.bfloat16) for width in (x, x, values, values)
     )
     starts = F.pad(torch.tensor(lengths, device="cuda").cumsum(0), (1, 0)).int()
-    kernels = {"FlashAttention-2": FlashAttention2(starts, longest, x**-0.5), "octile": Packed(starts, x**-0.5)}
+    kernels = {
+        "FlashAttention-2": FlashAttention2(starts, longest, x**-0.5),
+        "octile": Packed.of(triton_packed, starts, x**-0.5),
+    }
     if "flash-attn-4" in sys.argv:
-        kernels["flash-attn-4"] = FlashAttention4(starts, x**-0.5)
+        kernels["flash-attn-4"] = Packed.of(flash_attn_4, starts, x**-0.5)
     if len({*lengths}) == 1:
         kernels["whole (cuDNN)"] = Whole(lengths[0], x**-0.5)
     results = {each: kernel.forward(q, k, v) for each, kernel in kernels.items()}
