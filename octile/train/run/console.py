@@ -285,7 +285,7 @@ class StepProgress:
         self._first_log_step, self._last_printed = done + FIRST_LOG_STEP, time.perf_counter()
         self._seconds: list[float] = []  # of training, after each step until the first line is printed
         self._has_step = self._is_compiled = self._says_compiling = False
-        self._first_line: tuple[int, float] | None = None  # its step, and when it was printed
+        self._first_line: tuple[int, float, float] | None = None  # its step, seconds of training, when it was printed
 
     def compiling(self, done: int, total: int) -> None:
         """Show how many kernels of the first step are compiled; in a file once, if there are some left."""
@@ -320,16 +320,17 @@ class StepProgress:
         if line["step"] % self.every == 0 or line["step"] == self._first_log_step or is_late:
             left = (self.steps - line["step"]) * self._seconds_per_step(line)
             self.console.print(f"step {line['step']}/{self.steps}: {text}, {format_duration(left)} left")
-            self._first_line, self._last_printed = self._first_line or (line["step"], now), now
+            self._first_line, self._last_printed = self._first_line or (line["step"], line["seconds"], now), now
 
     def _seconds_per_step(self, line: Metrics) -> float:
         """Estimate the time that a later step takes, with its share of validations and checkpoints.
 
-        What was measured before the first line contains the compilation of kernels: the median leaves it out.
+        What was measured before the first line contains the compilation of kernels: the median leaves it out. The lines
+        of steps whose metrics are read together are printed at once: then the steps' own time counts.
         """
         if self._first_line is not None:
-            step, printed = self._first_line
-            return (time.perf_counter() - printed) / (line["step"] - step)
+            step, seconds, printed = self._first_line
+            return max(time.perf_counter() - printed, line["seconds"] - seconds) / (line["step"] - step)
         step_times = [after - before for before, after in pairwise(self._seconds)]
         return statistics.median(step_times) if step_times else line["seconds"] / line["step"]
 

@@ -234,6 +234,16 @@ def test_the_time_left_counts_validations_between_two_lines(monkeypatch):
     assert left(console.console.file.getvalue().splitlines()) == ["6 min 20 s left", "15 min 0 s left"]
 
 
+def test_the_time_left_of_steps_that_are_printed_at_once_is_that_of_their_own_time(monkeypatch):
+    console = silent_console()
+    monkeypatch.setattr("octile.train.run.console.time.perf_counter", lambda: 1000.0)
+    with console.steps(24, 0) as progress:
+        progress.every = 1
+        for step, seconds in ((1, 90.0), (2, 91.0), (3, 92.0)):
+            progress.step({**line(), "step": step, "seconds": seconds})
+    assert left(console.console.file.getvalue().splitlines())[1:] == ["22.0 s left", "21.0 s left"]
+
+
 def printed_steps(steps: int, done: int, times: list[float], monkeypatch) -> list[int]:
     """The steps of which a log has a line; `times` is when each ends."""
     console, now = silent_console(), [0.0]
