@@ -296,7 +296,7 @@ class AddRequestId:
 
 
 class _CountResponses:
-    """Middleware that counts the responses of each path and status."""
+    """Middleware that counts the responses of each path and status, and the errors that end a stream."""
 
     def __init__(self, app: ASGIApp, service: Service):
         self._app, self._service = app, service
@@ -307,7 +307,14 @@ class _CountResponses:
                 _count(self._service, scope["path"], message["status"])
             await send(message)
 
-        await self._app(scope, receive, counted if scope["type"] == "http" else send)
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        try:
+            await self._app(scope, receive, counted)
+        finally:
+            answer = scope["state"].get("answer")
+            if answer is not None and answer.error_status is not None:
+                self._service.metrics.stream_failed(scope["path"], answer.error_status)
 
 
 class _TimeLimit:

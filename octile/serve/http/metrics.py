@@ -36,6 +36,7 @@ COUNTERS = {  # a field of Stats: its name at /metrics and what it counts
 # Prometheus sees no increase in a counter that begins with 1, so those of alerts begin with 0
 ALERT_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 ALERT_STATUSES = (200, 500, 503, 504)
+STREAM_ERRORS = (500, 503, 504)
 
 EXEMPLAR_CHARACTERS = 128  # of all names and values, in OpenMetrics
 
@@ -72,6 +73,10 @@ class Metrics(Observer):
         self._responses = Counter("octile_http_responses", "Responses.", labels, registry=self._registry)
         for path, status in product(ALERT_PATHS, ALERT_STATUSES):
             self._responses.labels(path, str(status))
+        text = "Errors that have ended a stream whose head said 200, by the status that they would have had."
+        self._stream_errors = Counter("octile_http_stream_errors", text, labels, registry=self._registry)
+        for path, status in product(ALERT_PATHS, STREAM_ERRORS):
+            self._stream_errors.labels(path, str(status))
 
     def first_token(self, seconds: float, prefill_seconds: float, name: str) -> None:  # noqa: D102
         self._first.observe(seconds, _exemplar(name))
@@ -92,6 +97,10 @@ class Metrics(Observer):
     def responded(self, path: str, status: int) -> None:
         """Count a response with its status."""
         self._responses.labels(path, str(status)).inc()
+
+    def stream_failed(self, path: str, status: int) -> None:
+        """Count an error that has ended a stream, with the status that its response would have had."""
+        self._stream_errors.labels(path, str(status)).inc()
 
     def updated(self, seconds: float) -> None:
         """Count an update of the weights."""

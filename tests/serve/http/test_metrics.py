@@ -53,6 +53,19 @@ def test_a_response_to_a_defect_is_counted(serve, monkeypatch):
     assert values(served)["octile_http_responses_total /health 500"] == 1
 
 
+def test_an_error_that_ends_a_stream_is_counted_with_its_status(serve):
+    served = serve()
+    body = {"model": "micro", "prompt": [5, 6, 7], "max_tokens": 1000, "stream": True}
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body) as answer:
+        events = answer.iter_lines()
+        next(events)
+        served.advance(served.service.limits.seconds)
+        assert '"code":"timeout"' in [*events][-2]
+    found = values(served)
+    assert found["octile_http_responses_total /v1/completions 200"] == 1
+    assert found["octile_http_stream_errors_total /v1/completions 504"] == 1
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_prompt_that_the_model_does_not_know_is_counted_as_a_response_alone(serve, stream):
     served = serve()
@@ -84,6 +97,8 @@ def test_what_alerts_are_about_begins_with_0(serve):
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
         for status in (200, 500, 503, 504):
             assert found[f"octile_http_responses_total {path} {status}"] == 0
+        for status in (500, 503, 504):
+            assert found[f"octile_http_stream_errors_total {path} {status}"] == 0
 
 
 def test_steps_that_are_launched_ahead_are_counted():
