@@ -23,7 +23,9 @@ from octile.ops.quantize import check_device, check_input_dtype
 
 
 @operator()
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, mean_seqlen: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Compute attention within each text.
 
     Args:
@@ -32,6 +34,8 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale:
         cu_seqlens: int32 [N + 1], contiguous, the first row of each text, and T; nondecreasing from 0. A text may be
             empty.
         scale: the factor of q · k, usually 1 / √X.
+        mean_seqlen: the mean rows of a text that is not empty, such as that of a whole data set, which chooses the
+            kernel on a GPU; None: T / N.
 
     Returns:
         o [T, H, V] in q's dtype, contiguous, and lse [H, T] float32.
@@ -49,29 +53,37 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale:
 
 
 @packed_attention.register_fake
-def _(q, k, v, cu_seqlens, scale):
+def _(q, k, v, cu_seqlens, scale, mean_seqlen=None):
     return q.new_empty(v.shape), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
 
 
 @packed_attention.register_kernel("cuda")
-def _(q, k, v, cu_seqlens, scale):
+def _(q, k, v, cu_seqlens, scale, mean_seqlen=None):
     from octile.kernels.triton import packed_attention as kernels  # late: a machine without a GPU has no Triton
 
     _check(q, k, v, cu_seqlens)
-    if flash_attn_4.why_not_packed(q, v, cu_seqlens) is None:
+    if flash_attn_4.why_not_packed(q, v, cu_seqlens, mean_seqlen) is None:
         return flash_attn_4.forward(q, k, v, scale, cu_seqlens)
     return kernels.forward(q, k, v, cu_seqlens, scale)
 
 
 @operator()
 def packed_attention_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, cu_seqlens: Tensor, scale: float
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    mean_seqlen: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k and v.
 
     Args:
         do: [T, H, V] in q's dtype, channels contiguous, the gradient of o.
-        q, k, v, cu_seqlens, scale: as in `packed_attention`.
+        q, k, v, cu_seqlens, scale, mean_seqlen: as in `packed_attention`.
         o: [T, H, V] in q's dtype, channels contiguous, the result of `packed_attention`; it may have been saved in
             fewer bits.
         lse: [H, T] float32, contiguous, from `packed_attention`.
@@ -94,16 +106,16 @@ def packed_attention_backward(
 
 
 @packed_attention_backward.register_fake
-def _(do, q, k, v, o, lse, cu_seqlens, scale):
+def _(do, q, k, v, o, lse, cu_seqlens, scale, mean_seqlen=None):
     return q.new_empty(q.shape), q.new_empty(k.shape), q.new_empty(v.shape)
 
 
 @packed_attention_backward.register_kernel("cuda")
-def _(do, q, k, v, o, lse, cu_seqlens, scale):
+def _(do, q, k, v, o, lse, cu_seqlens, scale, mean_seqlen=None):
     from octile.kernels.triton import packed_attention as kernels  # late, as above
 
     _check_backward(do, q, k, v, o, lse, cu_seqlens)
-    if flash_attn_4.why_not_packed(q, v, cu_seqlens) is None:
+    if flash_attn_4.why_not_packed(q, v, cu_seqlens, mean_seqlen) is None:
         return flash_attn_4.backward(do, q, k, v, o, lse, scale, cu_seqlens)
     return kernels.backward(do, q, k, v, o, lse, cu_seqlens, scale)
 

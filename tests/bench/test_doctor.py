@@ -175,8 +175,8 @@ def test_flash_attn_4_is_named_for_prompts_and_packed_texts(pretend, monkeypatch
     )
     assert {reasons()[name] for name in OF_PACKED} == {
         "for up to 256 packed texts (in every sequence as many as in that with the most) in BF16 with 192/128 or 128 "
-        "channels, at least 1024 rows, and 128 a text, except in deterministic mode; for others kernels that add in a "
-        "fixed order"
+        "channels, at least 1024 rows, and 256 a text on average, except in deterministic mode; for others kernels "
+        "that add in a fixed order"
     }
 
 

@@ -226,17 +226,18 @@ def test_short_prompts_of_a_warm_up_compile_the_kernel_of_all(monkeypatch: pytes
 
 
 @each_width
+@pytest.mark.parametrize(("empty", "mean"), [(1, None), (60, 378)], ids=["few empty ones", "most are empty"])
 def test_packed_texts_agree_with_the_reference_in_a_graph_too(
-    widths: tuple[int, int], used: list[str], monkeypatch: pytest.MonkeyPatch
+    widths: tuple[int, int], empty: int, mean: int | None, used: list[str], monkeypatch: pytest.MonkeyPatch
 ):
-    lengths = [300, 1, 0, 811, 400]
+    lengths = [300, 1, 811, *empty * [0], 400]
     torch.manual_seed(0)
     q, k, v, do = (torch.randn(sum(lengths), H, n, device="cuda").bfloat16() for n in (*widths[:1], *widths, widths[1]))
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
 
     def run(*tensors: Tensor) -> list[Tensor]:
-        o, lse = packed_attention(*tensors[:3], starts, SCALE)
-        return [o, lse, *packed_attention_backward(tensors[3], *tensors[:3], o, lse, starts, SCALE)]
+        o, lse = packed_attention(*tensors[:3], starts, SCALE, mean)
+        return [o, lse, *packed_attention_backward(tensors[3], *tensors[:3], o, lse, starts, SCALE, mean)]
 
     expected = run(q.float(), k.float(), v.float(), do.float())
     assert not used

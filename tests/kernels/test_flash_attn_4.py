@@ -123,24 +123,29 @@ def test_the_prompts_that_it_is_used_for(installed, dtype, channels, rows: int, 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "channels", "rows", "n", "is_used"),
+    ("dtype", "channels", "rows", "n", "mean", "is_used"),
     [
-        (BF16, (192, 128), 1024, 8, True),
-        (BF16, (192, 128), 1024, 9, False),
-        (BF16, (128, 128), 2**15, 256, True),
-        (BF16, (128, 128), 2**16, 257, False),
-        (BF16, (192, 128), 1023, 1, False),
-        (BF16, (64, 64), 1024, 1, False),
-        (torch.float16, (192, 128), 1024, 1, False),
+        (BF16, (192, 128), 1024, 4, None, True),
+        (BF16, (192, 128), 1024, 5, None, False),
+        (BF16, (192, 128), 1024, 256, 256, True),  # most of them may be empty
+        (BF16, (192, 128), 1024, 1, 255, False),
+        (BF16, (128, 128), 2**16, 256, None, True),
+        (BF16, (128, 128), 2**17, 257, None, False),
+        (BF16, (128, 128), 2**17, 257, 4096, False),
+        (BF16, (192, 128), 1023, 1, 4096, False),
+        (BF16, (64, 64), 1024, 1, 4096, False),
+        (torch.float16, (192, 128), 1024, 1, 4096, False),
     ],
 )
-def test_the_packed_texts_that_it_is_used_for(installed, dtype, channels, rows: int, n: int, is_used: bool):
+def test_the_packed_texts_that_it_is_used_for(
+    installed, dtype, channels, rows: int, n: int, mean: int | None, is_used: bool
+):
     installed()
     reason = ONLY(
         "up to 256 packed texts (in every sequence as many as in that with the most) in BF16 with 192/128 or 128 "
-        "channels, at least 1024 rows, and 128 a text"
+        "channels, at least 1024 rows, and 256 a text on average"
     )
-    assert flash_attn_4.why_not_packed(*texts(dtype, channels, rows), torch.zeros(n + 1)) == (
+    assert flash_attn_4.why_not_packed(*texts(dtype, channels, rows), torch.zeros(n + 1), mean) == (
         None if is_used else reason
     )
 
@@ -150,7 +155,7 @@ def test_texts_are_left_to_another_kernel_where_it_is_not_installed(installed):
     q, v = texts(torch.bfloat16, (192, 128), 1024)
     reason = 'it is not installed: pip install "octile[flash-attn-4]"'
     starts = torch.zeros(3)
-    assert flash_attn_4.why_not_prompts(q, v, starts) == flash_attn_4.why_not_packed(q, v, starts) == reason
+    assert flash_attn_4.why_not_prompts(q, v, starts) == flash_attn_4.why_not_packed(q, v, starts, 512) == reason
 
 
 def test_it_is_not_used_for_training_in_deterministic_mode(installed):
@@ -160,7 +165,7 @@ def test_it_is_not_used_for_training_in_deterministic_mode(installed):
     try:
         assert flash_attn_4.why_not(*operands(**SUPPORTED)) == "its backward pass adds in no fixed order"
         reason = "its backward pass adds in no fixed order"
-        assert flash_attn_4.why_not_packed(*operands_of_texts, torch.zeros(3)) == reason
+        assert flash_attn_4.why_not_packed(*operands_of_texts, torch.zeros(3), 512) == reason
         assert flash_attn_4.why_not_prompts(*operands_of_texts, torch.zeros(3)) is None
     finally:
         torch.use_deterministic_algorithms(False)
@@ -295,8 +300,12 @@ def test_it_gets_the_starts_of_packed_texts_and_returns_their_results(library, m
     starts = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
     o, lse = packed_attention(q, k, v, starts, SCALE)
     gradients = packed_attention_backward(do, q, k, v, o, lse, starts, SCALE)
-    monkeypatch.setattr(flash_attn_4, "why_not_packed", lambda *_: None)
+    means = []
+    monkeypatch.setattr(flash_attn_4, "why_not_packed", lambda q, v, cu_seqlens, mean: means.append(mean))
     forward, backward = (operator.kernels["cuda"] for operator in (packed_attention, packed_attention_backward))
     found = *forward(q, k, v, starts, SCALE), *backward(do, q, k, v, o, lse, starts, SCALE)
     for ours, theirs in zip(found, (o, lse, *gradients), strict=True):
         assert torch.equal(ours, theirs)
+    forward(q, k, v, starts, SCALE, 300)
+    backward(do, q, k, v, o, lse, starts, SCALE, 301)
+    assert means == [None, None, 300, 301]

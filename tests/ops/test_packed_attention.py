@@ -49,11 +49,11 @@ def test_each_text_has_the_results_and_gradients_that_it_has_alone(lengths: list
 
 def backward_case() -> tuple[Any, ...]:
     (*qkv, do), texts = inputs(), (starts([4, 0, 5]), SCALE)
-    return packed_attention_backward, (do, *qkv, *packed_attention(*qkv, *texts), *texts)
+    return packed_attention_backward, (do, *qkv, *packed_attention(*qkv, *texts), *texts, 4)
 
 
 CALLS: dict[str, Any] = {
-    "forward": lambda: (packed_attention, (*inputs()[:3], starts([4, 0, 5]), SCALE)),
+    "forward": lambda: (packed_attention, (*inputs()[:3], starts([4, 0, 5]), SCALE, 4)),
     "backward": backward_case,
 }
 
