@@ -33,7 +33,7 @@ from octile.nn.mla import MLA, SharingMLA
 from octile.nn.mlp import MLP
 from octile.nn.moe import Experts, MoE
 from octile.nn.norm import RMSNorm
-from octile.nn.packed_texts import PackedTexts
+from octile.nn.packed_texts import PackedTexts, TextBorders
 from octile.nn.precision import forward_precision
 from octile.nn.rope import CosSin, Rope
 from octile.ops.cross_entropy import IGNORED
@@ -50,7 +50,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = _mixture(c) if c.is_moe(layer) else MLP(c.hidden_size, c.intermediate_size)
 
-    def forward(self, x_BSD: Tensor, cos_sin: CosSin, texts: Tensor | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, cos_sin: CosSin, texts: TextBorders | None = None) -> Tensor:
         """Return the block's output, [B, S, D].
 
         Args:
@@ -67,7 +67,7 @@ class SharingBlock(Block):
     """A layer of a model in which layers share top-k keys: it passes on what the last indexer has found."""
 
     def forward(  # type: ignore[override]
-        self, x_BSD: Tensor, cos_sin: CosSin, texts: Tensor | None = None, *found: Tensor | None
+        self, x_BSD: Tensor, cos_sin: CosSin, texts: TextBorders | None = None, *found: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """Return the block's output, [B, S, D], and what `SharingMLA.forward` passes on.
 
@@ -91,7 +91,7 @@ class MTPBlock(Block):
         self.eh_proj = nn.Linear(2 * c.hidden_size, c.hidden_size, bias=False)
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(c.hidden_size, c.rms_norm_eps)})
 
-    def forward(self, x_BSD: Tensor, cos_sin: CosSin, texts: Tensor | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, cos_sin: CosSin, texts: TextBorders | None = None) -> Tensor:
         """Return the normed state for the token after the next, [B, S, D].
 
         Args:
@@ -288,7 +288,7 @@ class DeepseekV3(nn.Module):
         return self.model.norm(self._through(layers, self._embedded(tokens_BS), cos_sin, *borders)), cos_sin
 
     def _through(
-        self, layers: Iterable[nn.Module], x_BSD: Tensor, cos_sin: CosSin, texts: Tensor | None = None
+        self, layers: Iterable[nn.Module], x_BSD: Tensor, cos_sin: CosSin, texts: TextBorders | None = None
     ) -> Tensor:
         """Return the output of the last of some consecutive layers, [B, S, D]."""
         if not self.config.shares_top_k:
@@ -301,7 +301,7 @@ class DeepseekV3(nn.Module):
             x_BSD, *found = layer(x_BSD, cos_sin, texts, *found)
         return x_BSD
 
-    def _positions(self, tokens_BS: Tensor, texts: PackedTexts | None) -> tuple[CosSin] | tuple[CosSin, Tensor]:
+    def _positions(self, tokens_BS: Tensor, texts: PackedTexts | None) -> tuple[CosSin] | tuple[CosSin, TextBorders]:
         """Return what layers get besides activations: cosines and sines, and the borders of packed texts."""
         if texts is None:
             return (self.rope.table(tokens_BS.shape[1], tokens_BS.device),)

@@ -39,6 +39,7 @@ from octile.nn.fused.text_attention import text_attention
 from octile.nn.fused.top_k_attention import top_k_attention, top_k_weights
 from octile.nn.indexer import Indexer, IndexInput, IndexReader
 from octile.nn.norm import RMSNorm
+from octile.nn.packed_texts import TextBorders
 from octile.nn.rope import CosSin
 
 NOT_PACKED = "texts must be None where attention is {}: it does not know the borders of packed texts"
@@ -103,14 +104,13 @@ class MLA(FusableModule):
         self.indexer = indexer
         self.fusable_layers = (*query_layers, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
 
-    def forward(self, x_BSD: Tensor | BlockInput, cos_sin: CosSin, texts: Tensor | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor | BlockInput, cos_sin: CosSin, texts: TextBorders | None = None) -> Tensor:
         """Attend from each token to itself and to the tokens before it: [B, S, D].
 
         Args:
             x_BSD: the input, or the second result of `octile.nn.pre_norm`.
             cos_sin: cosines and sines of the positions, each [S, R / 2]; with texts those of all tokens, [B·S, R / 2].
-            texts: the borders of packed texts, int32 [N + 1]: a token attends to those of its text. None: to those of
-                its sequence.
+            texts: the borders of packed texts: a token attends to those of its text. None: to those of its sequence.
 
         Raises:
             ValueError: there are texts, and the attention is sparse or that of serving.
@@ -133,7 +133,7 @@ class MLA(FusableModule):
         fusion = fuse_linear(*linear, can_fuse=lambda recipe: recipe.can_fuse_attention)
         return fusion if all(type(norm) is RMSNorm for norm in norms) else None
 
-    def _fused(self, x: BlockInput, cos_sin: CosSin, texts: Tensor | None) -> Tensor:
+    def _fused(self, x: BlockInput, cos_sin: CosSin, texts: TextBorders | None) -> Tensor:
         recipe, dtype = x.recipe, result_dtype(x.x)
         if self.has_compressed_queries:
             weights = [self.q_a_proj.weight, self.kv_a_proj_with_mqa.weight]
@@ -195,7 +195,7 @@ class MLA(FusableModule):
             q = self.q_b_proj(compressed)
         return q.unflatten(-1, (self.num_heads, -1)), latent_BSW, compressed
 
-    def _attend_within_texts(self, x_BSD: Tensor, cos_sin: CosSin, texts: Tensor) -> Tensor:
+    def _attend_within_texts(self, x_BSD: Tensor, cos_sin: CosSin, texts: TextBorders) -> Tensor:
         """Attend within packed texts, whose tokens are one batch of T = B·S: [B, S, D]."""
         if self.indexer is not None:
             raise ValueError(NOT_PACKED.format("sparse"))
@@ -256,7 +256,7 @@ class SharingMLA(MLA):
     """
 
     def forward(  # type: ignore[override]
-        self, x_BSD: Tensor, cos_sin: CosSin, texts: Tensor | None = None, *found: Tensor | None
+        self, x_BSD: Tensor, cos_sin: CosSin, texts: TextBorders | None = None, *found: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """Attend as `MLA.forward` does, and pass on what the indexer has found.
 

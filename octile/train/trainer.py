@@ -87,9 +87,8 @@ class Trainer:
         self.loss_scale = DynamicLossScale() if recipe.loss_scale else None
         self.ema = EMA(self.strategy.updated, optim.ema_decay, self.optimizer) if optim.ema_decay else None
         self.progress = Progress(self.config)
-        packed = store.manifest.packed
-        max_texts = None if packed is None else packed.max_texts
-        self.passes = Passes(self.model, device, recipe.compute, self.progress, self.loss_scale, max_texts)
+        statistics = store.manifest.text_statistics
+        self.passes = Passes(self.model, device, recipe.compute, self.progress, self.loss_scale, statistics)
         self.batches = Batches(store.train, batch_ramp(config), config.sequence_length - 1, config.seed, pin=on_gpu)
         self._prepared = PreparedBatches(self._own_batch, AHEAD if on_gpu else 0)
         self.skips = Skips(config.skip_limit, self.strategy.names.parameters, device)

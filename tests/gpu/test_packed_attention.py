@@ -7,7 +7,7 @@ from torch import Tensor
 from octile.models.config import PRESETS
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import convert
-from octile.nn.packed_texts import PackedTexts
+from octile.nn.packed_texts import PackedTexts, TextStatistics
 from octile.ops.packed_attention import packed_attention, packed_attention_backward
 from octile.recipe import Recipe
 
@@ -58,12 +58,12 @@ def test_a_step_on_packed_texts_is_captured_and_close_to_the_texts_alone(recipe:
 
     def loss() -> Tensor:
         with model.training_precision():
-            return model(tokens, tokens, PackedTexts(is_first, max_texts=4))
+            return model(tokens, tokens, PackedTexts(is_first, TextStatistics(4, 64)))
 
     for _ in range(3):
         loss().backward()
     with model.training_precision(), torch.no_grad():
-        logits = model.eval()(tokens, None, PackedTexts(is_first, max_texts=4))
+        logits = model.eval()(tokens, None, PackedTexts(is_first, TextStatistics(4, 64)))
         alone = torch.cat([model(part) for part in (tokens[:, :50], tokens[:, 50:])], dim=1)
     assert (logits - alone).norm() < 0.05 * alone.norm()
     model.train()

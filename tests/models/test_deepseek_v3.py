@@ -12,7 +12,7 @@ from octile.models.config import PRESETS
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import convert
 from octile.nn.moe import share_of_experts
-from octile.nn.packed_texts import PackedTexts
+from octile.nn.packed_texts import PackedTexts, TextStatistics
 from octile.recipe import Recipe
 from tests.models.conftest import MINI_V2, MINI_V3, build
 from tests.train.conftest import MICRO
@@ -376,7 +376,7 @@ LENGTHS = ((9, 1, 14), (24,))  # of the texts of each sequence
 def packed() -> PackedTexts:
     is_first = torch.zeros(2, 24, dtype=torch.bool)
     is_first[0, [0, 9, 10]] = True
-    return PackedTexts(is_first, max_texts=3)
+    return PackedTexts(is_first, TextStatistics(3, 12))
 
 
 def each_text(t):

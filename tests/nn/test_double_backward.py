@@ -26,13 +26,14 @@ from octile.nn.fused.text_attention import text_attention
 from octile.nn.fused.top_k_attention import top_k_attention
 from octile.nn.indexer import _IndexValues
 from octile.nn.linear import BatchInvariantHead
+from octile.nn.packed_texts import TextBorders
 from octile.nn.rope import Rope
 from octile.nn.smooth_swiglu import scale_columns
 from octile.nn.tensor_parallel import _Wait
 from octile.recipe import Recipe
 
 S, D = 6, 128
-ONE_TEXT = torch.tensor([0, S], dtype=torch.int32)
+ONE_TEXT = TextBorders(torch.tensor([0, S], dtype=torch.int32), S)
 RECIPE = Recipe.deepseek_v3()
 COS_SIN = Rope(16).cos_sin(torch.arange(S))
 

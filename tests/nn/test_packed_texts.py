@@ -1,11 +1,16 @@
 """Tests of packed texts: borders, positions, and which labels count."""
 
 import torch
+from torch import Tensor
 
-from octile.nn.packed_texts import PackedTexts
+from octile.nn.packed_texts import PackedTexts, TextStatistics
 from octile.ops.cross_entropy import IGNORED
 
 FIRST = torch.tensor([[1, 0, 0, 1, 0, 1], [0, 0, 0, 0, 1, 0]]).bool()  # the first of a sequence counts in any case
+
+
+def borders(is_first: Tensor, max_texts: int) -> list[int]:
+    return PackedTexts(is_first, TextStatistics(max_texts, 2)).borders().cu_seqlens.tolist()
 
 
 def test_positions_begin_anew_in_each_text():
@@ -13,11 +18,17 @@ def test_positions_begin_anew_in_each_text():
 
 
 def test_borders_are_filled_up_with_empty_texts():
-    assert PackedTexts(FIRST, max_texts=4).borders().tolist() == [0, 3, 5, 6, 10, 12, 12, 12, 12]
+    assert borders(FIRST, 4) == [0, 3, 5, 6, 10, 12, 12, 12, 12]
 
 
 def test_borders_have_room_for_as_many_texts_as_are_announced():
-    assert PackedTexts(FIRST[:1], max_texts=3).borders().tolist() == [0, 3, 5, 6]
+    assert borders(FIRST[:1], 3) == [0, 3, 5, 6]
+
+
+def test_borders_have_the_mean_length_of_all_texts_or_none_if_it_is_unknown():
+    texts = PackedTexts(FIRST, TextStatistics(4, 300))
+    assert texts.borders().mean_seqlen == texts.without_last().borders().mean_seqlen == 300
+    assert PackedTexts(FIRST).borders().mean_seqlen is None
 
 
 def test_no_label_is_predicted_from_another_text():

@@ -32,6 +32,7 @@ from octile.nn.fused.layers import FusedLayers, Settings, load_saved, save_for_b
 from octile.nn.fused.linear import nt
 from octile.nn.fused.quantize import WeightForms, quantize_gradient, requantize
 from octile.nn.fused.text_attention import attend, attend_backward
+from octile.nn.packed_texts import TextBorders
 from octile.nn.rope import CosSin
 from octile.ops.rope import latent_keys, latent_keys_backward, rotate_
 from octile.scaled import ScaledTensor
@@ -59,7 +60,7 @@ def latent_attention(
     w_o: Tensor,
     heads: Heads,
     dtype: torch.dtype,
-    texts: Tensor | None = None,
+    texts: TextBorders | None = None,
 ) -> Tensor:
     """Compute causal attention: [T, D] in dtype.
 
@@ -68,8 +69,7 @@ def latent_attention(
         k_rope_TR: [T, R], the rotary key of all heads, not yet rotated.
         cos_sin: cosines and sines of the S positions, each [S, R/2].
         w_q [H·X, ·], w_kv [H·(N+V), ·], w_o [D, H·V].
-        texts: the borders of packed texts, int32 [N + 1], whose tokens are one batch: B is 1, and S is T. None: each
-            sequence is one.
+        texts: the borders of packed texts, whose tokens are one batch: B is 1, and S is T. None: each sequence is one.
     """
     weights = (w_q, w_kv, w_o)
     s = settings(x_q.recipe, dtype, weights, x_q.x, x_kv.x, k_rope_TR)
@@ -87,7 +87,7 @@ class _LatentAttention(torch.autograd.Function):
         x_kv: BlockInput,
         cos_sin: CosSin,
         heads: Heads,
-        texts: Tensor | None,
+        texts: TextBorders | None,
         s: Settings,
         *weights: Tensor,
     ) -> Tensor:
@@ -102,7 +102,8 @@ class _LatentAttention(torch.autograd.Function):
         kept = s.recipe.latent_attention_inputs == "kept"
         inputs = {"x_q": x_q.saved, "x_kv": x_kv.saved, "k_rope": None if kept else k_rope_TR, "cos_sin": cos_sin}
         qkv = (q, k, v) if kept else None
-        save_for_backward(ctx, layers, quantized, **inputs, qkv=qkv, o=saved_o, lse=lse_BHS, texts=texts)
+        cu_seqlens, ctx.mean_seqlen = texts or (None, None)
+        save_for_backward(ctx, layers, quantized, **inputs, qkv=qkv, o=saved_o, lse=lse_BHS, cu_seqlens=cu_seqlens)
         ctx.how_saved, ctx.heads = (x_q.how_saved, x_kv.how_saved), heads
         ctx.x_dtypes = x_q_TK.dtype, x_kv_TK.dtype
         return y_TD
@@ -120,7 +121,8 @@ class _LatentAttention(torch.autograd.Function):
         x_q, x_kv = q_saved.quantized(saved["x_q"]), kv_saved.quantized(saved["x_kv"])
         q, k, v = saved["qkv"] or _queries_keys_values(x_q, x_kv, saved["k_rope"], cos_sin, w_q, w_kv, heads, s.dtype)
         o_BSHV = saved["o"].dequantize(s.dtype).view(v.shape)
-        dqkv = attend_backward(do_BSHV, q, k, v, o_BSHV, saved["lse"], heads.softmax_scale, saved["texts"])
+        texts = None if saved["cu_seqlens"] is None else TextBorders(saved["cu_seqlens"], ctx.mean_seqlen)
+        dqkv = attend_backward(do_BSHV, q, k, v, o_BSHV, saved["lse"], heads.softmax_scale, texts)
         dx_q, dx_kv, dk_rope_TR, dw_q, dw_kv = projections_backward(
             ctx, dqkv, cos_sin, layers, (x_q, x_kv), (w_q, w_kv)
         )

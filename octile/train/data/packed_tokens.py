@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from octile.nn.packed_texts import PackedTexts
+from octile.nn.packed_texts import PackedTexts, TextStatistics
 from octile.ops.cross_entropy import IGNORED
 
 FIRST, LOSS = 1, 2  # marks of a token
@@ -66,19 +66,19 @@ def tokens_of(batch: Tensor) -> Tensor:
     return batch[..., 0] if is_packed(batch) else batch
 
 
-def unpacked(batch: Tensor, max_texts: int | None = None) -> tuple[Tensor, Tensor, PackedTexts]:
+def unpacked(batch: Tensor, statistics: TextStatistics | None = None) -> tuple[Tensor, Tensor, PackedTexts]:
     """Split a batch of packed sequences, [B, S, 2].
 
     Args:
         batch: the batch.
-        max_texts: the most texts of a sequence; S if not given.
+        statistics: as in `PackedTexts`.
 
     Returns:
         tokens and labels, int64 [B, S], and where the texts begin.
     """
     tokens_BS, marks_BS = batch.unbind(-1)
     labels_BS = tokens_BS.masked_fill(marks_BS & LOSS == 0, IGNORED)
-    return tokens_BS, labels_BS, PackedTexts(marks_BS & FIRST != 0, max_texts)
+    return tokens_BS, labels_BS, PackedTexts(marks_BS & FIRST != 0, statistics)
 
 
 def count_labels(batch: Tensor) -> Tensor:

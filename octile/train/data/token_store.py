@@ -19,6 +19,7 @@ import numpy.typing as npt
 from octile.atomic_files import atomic_write, write_json
 from octile.checkpoint.files import checksum
 from octile.checkpoint.store import Store
+from octile.nn.packed_texts import TextStatistics
 from octile.text import format_count
 from octile.tokenizer import Tokenizer
 from octile.train.data.packed_tokens import PackedTokens
@@ -125,6 +126,19 @@ class Manifest:
     def bytes_per_token(self) -> float:
         """The bytes of a token of the held-out documents, which turn a loss per token into one per byte."""
         return self.bytes["val"] / self.tokens["val"]
+
+    @property
+    def text_statistics(self) -> TextStatistics | None:
+        """What a model may know of the texts of all packed sequences; None if tokens are not packed.
+
+        Padding is a text, too, at most one in a sequence: the mean length is the true one, or less.
+        """
+        if self.packed is None:
+            return None
+        padding = sum(self.packed.padding.values())
+        length = sum(self.tokens.values()) + padding
+        texts = sum(self.documents.values()) + min(padding, length // self.packed.sequence_length)
+        return TextStatistics(self.packed.max_texts, length // texts)
 
     def write(self, folder: Path) -> None:
         """Write manifest.json."""

@@ -197,7 +197,7 @@ def _losses(
     sums, labels = list[np.ndarray](), list[int]()
     with frozen_weights(model):
         for batch in sequences.read(max(1, TOKENS_AT_ONCE // sequences.sequence_length)):
-            losses_BS = token_losses(model, batch.to(device), sequences.text.max_texts)
+            losses_BS = token_losses(model, batch.to(device), sequences.text.statistics)
             sums.append(losses_BS.double().sum(1).cpu().numpy())
             labels += [int(count_labels(each[None])[0]) if is_packed(batch) else each.numel() - 1 for each in batch]
             advance(len(batch))

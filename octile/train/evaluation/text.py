@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from octile.nn.packed_texts import TextStatistics
 from octile.report.console import progress_bar
 from octile.report.evaluation import EvaluatedText
 from octile.text import format_count
@@ -39,7 +40,7 @@ class TextTokens:
         tokens: [T]; sequences of examples if they are packed.
         tokenizer: the tokenizer that made them.
         n_bytes: the bytes of the text; None if the tokens are packed.
-        max_texts: the most texts of a packed sequence; None if the tokens are not packed.
+        statistics: what is known of all packed texts; None if the tokens are not packed.
         sequence_length: tokens of a sequence of the run for which the tokens were prepared; None if of none.
         left_out: how many texts or files were left out, by the reason.
     """
@@ -48,7 +49,7 @@ class TextTokens:
     tokens: Tokens
     tokenizer: Tokenizer
     n_bytes: int | None
-    max_texts: int | None = None
+    statistics: TextStatistics | None = None
     sequence_length: int | None = None
     left_out: Mapping[str, int] = field(default_factory=dict)
 
@@ -166,7 +167,7 @@ def _held_out(store: TokenStore, name: str) -> TextTokens:
         store.val,
         store.tokenizer,
         store.manifest.bytes["val"] if packed is None else None,
-        None if packed is None else packed.max_texts,
+        store.manifest.text_statistics,
         sequence_length_of(store.manifest),
     )
 

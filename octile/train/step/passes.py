@@ -14,6 +14,7 @@ from torch import Tensor
 
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.fused.cross_entropy import cross_entropies
+from octile.nn.packed_texts import TextStatistics
 from octile.nn.precision import autocast, forward_precision
 from octile.ops.cross_entropy import IGNORED
 from octile.ops.high_precision import without_reduced_precision_reduction
@@ -31,7 +32,7 @@ class Passes:
         compute: the dtype in which what is not quantized is computed on a GPU (`Recipe.compute`).
         progress: the run's progress, of which a loss takes the weight of multi-token prediction.
         loss_scale: the scale of the loss in backward passes; None for recipes without one.
-        max_texts: the most texts of a packed sequence; None if sequences are not packed.
+        statistics: what is known of all packed texts; None if sequences are not packed.
     """
 
     def __init__(
@@ -41,10 +42,10 @@ class Passes:
         compute: torch.dtype,
         progress: Progress,
         loss_scale: DynamicLossScale | None,
-        max_texts: int | None = None,
+        statistics: TextStatistics | None = None,
     ):
         self.model, self.device, self.progress = model, device, progress
-        self._compute, self._loss_scale, self._max_texts = compute, loss_scale, max_texts
+        self._compute, self._loss_scale, self._statistics = compute, loss_scale, statistics
 
     def autocast(self) -> torch.autocast:
         """Autocast of a forward pass; see `autocast`."""
@@ -73,14 +74,14 @@ class Passes:
         if not is_packed(batch):
             with self.precision():
                 return self.model(batch, batch)
-        tokens_BS, labels_BS, texts = unpacked(batch, self._max_texts)
+        tokens_BS, labels_BS, texts = unpacked(batch, self._statistics)
         n_labels_2 = texts.count_labels(labels_BS).clamp(min=1) if labels_2 is None else labels_2 * len(batch)
         with self.precision():
             return self.model(tokens_BS, labels_BS, texts, n_labels_2)
 
     def token_losses(self, batch: Tensor) -> Tensor:
         """The losses of `token_losses` on the device of the model."""
-        return token_losses(self.model, batch.to(self.device), self._max_texts)
+        return token_losses(self.model, batch.to(self.device), self._statistics)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """A loss times the loss scale, if there is one."""
@@ -99,17 +100,17 @@ class Passes:
         return loss.detach()
 
 
-def token_losses(model: DeepseekV3, batch: Tensor, max_texts: int | None = None) -> Tensor:
+def token_losses(model: DeepseekV3, batch: Tensor, statistics: TextStatistics | None = None) -> Tensor:
     """The main head's loss of each token but the first of its sequence, in nats, [B, S − 1]; 0 where it has none.
 
     Args:
         model: the model.
         batch: int64 [B, S], or [B, S, 2] of packed sequences, on the device of the model.
-        max_texts: the most texts of a packed sequence; S if not given.
+        statistics: as in `PackedTexts`.
     """
     texts = None
     tokens_BS = labels_BS = batch
     if is_packed(batch):
-        tokens_BS, labels_BS, texts = unpacked(batch, max_texts)
+        tokens_BS, labels_BS, texts = unpacked(batch, statistics)
     next_BS = labels_BS[:, 1:] if texts is None else texts.next_labels(labels_BS)
     return cross_entropies(model(tokens_BS, None, texts), F.pad(next_BS, (0, 1), value=IGNORED))[:, :-1]

@@ -130,6 +130,19 @@ def test_a_text_longer_than_a_sequence_is_cut_and_counted(prepared):
     assert sorted(store.manifest.tokens.values()) == [len(store.tokenizer.encode("hello")) + 2, 32]
 
 
+def test_the_mean_length_counts_all_texts_and_padding_as_one_of_a_sequence(prepared):
+    store = prepared({"text": "xyz" * 40}, {"text": "hello"}, {"text": "hello day"})
+    texts, sequences = 3, (len(store.train) + len(store.val)) // 32
+    assert sum(store.manifest.packed.padding.values()) > 0
+    mean = sequences * 32 // (texts + sequences)
+    assert store.manifest.text_statistics == (store.manifest.packed.max_texts, mean)
+
+
+def test_texts_without_padding_have_their_own_mean_length(prepared):
+    store = prepared({"text": "xyz" * 40}, {"text": "abc" * 40})
+    assert store.manifest.text_statistics == (1, 32)
+
+
 def test_a_text_without_a_loss_is_left_out_with_its_reason_and_named(prepared):
     cut, silent = {"prompt": "xyz" * 40, "completion": "cut"}, {"messages": [{"role": "user", "content": "hello"}]}
     store = prepared(cut, "", silent, {"text": "hello"}, {"text": "day"})

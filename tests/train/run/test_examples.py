@@ -9,6 +9,7 @@ import torch
 
 from octile.checkpoint.hugging_face import save
 from octile.models.deepseek_v3 import DeepseekV3
+from octile.ops.packed_attention import packed_attention
 from octile.recipe import Recipe
 from octile.train.config import ParallelConfig
 from octile.train.data.packed_tokens import PackedTokens
@@ -54,6 +55,23 @@ def test_micro_batches_change_neither_losses_nor_gradients(folder, tmp_path):
     assert parts == pytest.approx(whole, rel=1e-5)
     torch.testing.assert_close(of_parts, gradient, rtol=1e-4, atol=1e-7)
     assert whole[2] > 0  # multi-token prediction is trained, too
+
+
+def test_attention_of_training_and_of_validation_gets_the_mean_length_of_the_data(folder, tmp_path, monkeypatch):
+    examples = prepare_examples(folder / "examples.jsonl", tmp_path / "data", 32, folder, held_out_sequences=4)
+    trainer = Trainer(on_examples(folder, steps=1), examples, CPU)
+    means = []
+
+    def spy(q, k, v, cu_seqlens, scale, mean_seqlen):
+        means.append(mean_seqlen)
+        return packed_attention(q, k, v, cu_seqlens, scale, mean_seqlen)
+
+    monkeypatch.setattr("octile.nn.fused.text_attention.packed_attention", spy)
+    trainer.step()
+    in_training = len(means)
+    trainer.evaluator.validate()
+    assert len(means) > in_training > 0
+    assert {*means} == {examples.manifest.text_statistics.mean_length}
 
 
 @pytest.mark.slow
