@@ -316,7 +316,7 @@ def choices() -> dict[str, tuple[str, str]]:
     chosen = _all("Triton", "its only kernel on GPUs, for sm_80 and later")
     chosen |= _each(PROMOTED_BY_TRITON, "Triton", _triton_gemms(sm))
     chosen |= {operator: ("torch", why) for operator, why in ONLY_TORCH.items()}
-    training = f"{flash_attn_4.SUPPORTED} in fused MLA and MHA layers, except in deterministic mode"
+    training = f"{flash_attn_4.SUPPORTED} in MLA and MHA layers, except in deterministic mode"
     chosen |= _each(("attention", "attention_backward"), *_attention("torch", ATTENTION_REASON, training))
     chosen["ragged_attention"] = _attention("Triton", PROMPTS_REASON, flash_attn_4.SUPPORTED_PROMPTS)
     packed = f"{flash_attn_4.SUPPORTED_PACKED}, except in deterministic mode"

@@ -79,16 +79,26 @@ def why_not_on(device: torch.device) -> str | None:
     return None
 
 
+def _why_not_in_place_of_cudnn(device: torch.device) -> str | None:
+    if reason := why_not_on(device):
+        return reason
+    if not (torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.cudnn_sdp_enabled()):
+        return "torch's sdpa_kernel excludes FlashAttention or cuDNN"
+    return None
+
+
+# torch's compiler calls it and does not trace it: `torch.compiler.assume_constant_result`, which would import it
+vars(_why_not_in_place_of_cudnn)["_dynamo_marked_constant"] = True
+
+
 def why_not(q: Tensor, v: Tensor, causal: bool) -> str | None:
     """Return why q [B, S, H, X] and v [B, S, H, V] are left to another kernel; None: the library computes them."""
-    if reason := why_not_on(q.device):
+    if reason := _why_not_in_place_of_cudnn(q.device):
         return reason
     if not causal or not _has_kernels(q, v, CHANNELS) or q.shape[1] < MIN_TOKENS:
         return f"it is used for {SUPPORTED} only"
     if torch.are_deterministic_algorithms_enabled():
         return "its backward pass adds in no fixed order"
-    if not torch.backends.cuda.flash_sdp_enabled():
-        return "torch's sdpa_kernel excludes FlashAttention"
     return None
 
 

@@ -4,7 +4,6 @@ Source: Vaswani et al. (arXiv 1706.03762); RoFormer (arXiv 2104.09864).
 Shapes: B batch, S sequence, T = B·S tokens, D model, H heads, X channels of a head.
 """
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octile.nn.functional import result_dtype
@@ -13,6 +12,7 @@ from octile.nn.fused.fusion import FusableModule, Fusion, fuse_linear
 from octile.nn.fused.mha import rotary_attention
 from octile.nn.fused.rotary import rotate
 from octile.nn.fused.shared_quantization import shared_quantization
+from octile.nn.fused.text_attention import causal_attention
 from octile.nn.rope import CosSin
 from octile.recipe import Recipe
 
@@ -55,9 +55,8 @@ class MHA(FusableModule):
 
         qkv = shared_quantization(x, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (t.unflatten(-1, (self.num_heads, -1)) for t in qkv)
-        q, k, v = (t.transpose(1, 2) for t in (rotate(q, cos_sin), rotate(k, cos_sin), v))
-        o_BHSX = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(o_BHSX.transpose(1, 2).flatten(-2))
+        o_BSHX = causal_attention(rotate(q, cos_sin), rotate(k, cos_sin), v, self.head_dim**-0.5)
+        return self.o_proj(o_BSHX.flatten(-2))
 
     def decide_fusion(self) -> Fusion | None:
         """Return how the four projections are fused, or None if they are called one after the other."""

@@ -22,7 +22,6 @@ W = C + R, K top-k keys.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octile.nn.functional import result_dtype
@@ -35,7 +34,7 @@ from octile.nn.fused.rotary import latent_keys_and_values, rotate
 from octile.nn.fused.served_attention import served_attention
 from octile.nn.fused.shared_quantization import shared_quantization
 from octile.nn.fused.sparse_latent_attention import sparse_latent_attention, why_not_absorbed
-from octile.nn.fused.text_attention import text_attention
+from octile.nn.fused.text_attention import causal_attention, text_attention
 from octile.nn.fused.top_k_attention import top_k_attention, top_k_weights
 from octile.nn.indexer import Indexer, IndexInput, IndexReader
 from octile.nn.norm import RMSNorm
@@ -212,9 +211,7 @@ class MLA(FusableModule):
         k_BSHX, v_BSHV = self._keys_and_values(latent_BSC, k_rope_BSR, cos_sin)
         if self.indexer is not None and index is not None and self.training:
             q_BSHX = self.indexer.align(index, q_BSHX, k_BSHX, self.softmax_scale)
-        q_BHSX, k_BHSX, v_BHSV = (t.transpose(1, 2) for t in (q_BSHX, k_BSHX, v_BSHV))
-        o_BHSV = F.scaled_dot_product_attention(q_BHSX, k_BHSX, v_BHSV, is_causal=True, scale=self.softmax_scale)
-        return o_BHSV.transpose(1, 2)
+        return causal_attention(q_BSHX, k_BSHX, v_BSHV, self.softmax_scale)
 
     def _attend_to_top_k(
         self,

@@ -160,7 +160,7 @@ def test_on_hopper_flash_attn_4_is_named_where_it_is_installed(pretend, monkeypa
     monkeypatch.setattr(flash_attn_4, "load", lambda: None)
     assert {kernels()[name] for name in ATTENTION_OF_TRAINING} == {"flash-attn-4"}
     assert {reasons()[name] for name in ATTENTION_OF_TRAINING} == {
-        "for causal attention in BF16 with 192/128 or 128 channels and at least 1024 tokens in fused MLA and MHA "
+        "for causal attention in BF16 with 192/128 or 128 channels and at least 1024 tokens in MLA and MHA "
         "layers, except in deterministic mode; for others cuDNN or FlashAttention, as torch's own attention chooses"
     }
 

@@ -171,10 +171,11 @@ def test_it_is_not_used_for_training_in_deterministic_mode(installed):
         torch.use_deterministic_algorithms(False)
 
 
-def test_it_is_not_used_where_flash_attention_is_excluded(installed):
+@pytest.mark.parametrize("backend", [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], ids=lambda b: b.name)
+def test_it_is_not_used_where_flash_attention_or_cudnn_is_excluded(installed, backend: SDPBackend):
     installed()
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        assert flash_attn_4.why_not(*operands(**SUPPORTED)) == "torch's sdpa_kernel excludes FlashAttention"
+    with sdpa_kernel(backend):
+        assert flash_attn_4.why_not(*operands(**SUPPORTED)) == "torch's sdpa_kernel excludes FlashAttention or cuDNN"
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,10 @@ RAISING: dict[str, Callable[[Tensor], Tensor]] = {  # functions of x [1, S, D]
     "_TextAttention": lambda x: text_attention(*3 * (x[:, :, None],), 1.0, ONE_TEXT),
     "_ScaleColumns": lambda x: scale_columns(x, torch.ones(D)),
 }
-RIGHT = {  # tested here, in test_gate.py, and in fused/: test_elementwise.py, test_cross_entropy.py, test_rotary.py
+# tested here, in test_gate.py, and in fused/: test_elementwise.py, test_cross_entropy.py, test_rotary.py,
+# test_text_attention.py
+RIGHT = {
+    "_CausalAttention",
     "_Combine",
     "_CrossEntropy",
     "_Dispatch",
