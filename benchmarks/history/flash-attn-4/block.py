@@ -1,19 +1,20 @@
-"""How far attention's roundings move an FP8 block's gradients, on a CPU.
+"""How far attention's roundings move the gradients of a block with an FP8 or BF16 recipe, on a CPU.
 
-python benchmarks/history/flash-attn-4/block.py > block.txt
+python benchmarks/history/flash-attn-4/block.py deepseek_v3 > block.txt
 """
 
 import copy
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-import octile.nn.fused.mla as mla
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import Block
 from octile.nn.conversion import apply_recipe
+from octile.nn.fused import text_attention
 from octile.nn.rope import Rope
 from octile.recipe import Recipe
 
@@ -35,7 +36,7 @@ def run(block: Block, x: Tensor, dy: Tensor) -> list[Tensor]:
 
 
 def run_with(change_o: Change | None, change_gradients: Change | None) -> list[Tensor]:
-    forward, backward = mla.attention, mla.attention_backward
+    forward, backward = text_attention.attention, text_attention.attention_backward
 
     def changed_forward(*operands):
         o, lse = forward(*operands)
@@ -45,11 +46,11 @@ def run_with(change_o: Change | None, change_gradients: Change | None) -> list[T
         gradients = backward(*operands)
         return change_gradients(*gradients) if change_gradients else gradients
 
-    mla.attention, mla.attention_backward = changed_forward, changed_backward
+    text_attention.attention, text_attention.attention_backward = changed_forward, changed_backward
     try:
         return run(block, x, dy)
     finally:
-        mla.attention, mla.attention_backward = forward, backward
+        text_attention.attention, text_attention.attention_backward = forward, backward
 
 
 def noise(size: float) -> Change:
@@ -72,6 +73,7 @@ def distances(found: list[Tensor], expected: list[Tensor]) -> Tensor:
     return torch.stack([(a - b).norm() / b.norm() for a, b in zip(found, expected, strict=True)])
 
 
+text_attention.flash_attn_4.why_not = lambda *given, **named: None  # BF16 calls the operators, too
 torch.manual_seed(0)
 block = Block(CONFIG, 0)
 for parameter in block.parameters():
@@ -79,7 +81,7 @@ for parameter in block.parameters():
         nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
 x, dy = torch.randn(2, 1, TOKENS, CONFIG.hidden_size).bfloat16()
 exact = run(copy.deepcopy(block), x.float(), dy.float())
-block = apply_recipe(block, Recipe.deepseek_v3())
+block = apply_recipe(block, Recipe.named(sys.argv[1]))
 base = run(block, x, dy)
 of_o, of_gradients = noise(ROUNDING_OF_O), noise(ERROR_OF_GRADIENTS)
 both = [run_with(of_o, of_gradients) for _ in range(RUNS)]
@@ -93,7 +95,7 @@ columns = {
 }
 
 names = ["y", "dx", *(name for name, _ in block.named_parameters())]
-print(f"torch {torch.__version__}, deepseek_v3, {TOKENS} tokens, relative to each tensor's norm")
+print(f"torch {torch.__version__}, {sys.argv[1]}, {TOKENS} tokens, relative to each tensor's norm")
 print("error: of the block, from an FP32 block")
 print(f"o, dqkv: change by noise of 2^-9 in o, by {ERROR_OF_GRADIENTS} in dq, dk and dv; both: most of {RUNS} runs")
 print("ratio: largest error of these runs over the smallest\n")
