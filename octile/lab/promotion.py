@@ -21,12 +21,12 @@ from pathlib import Path
 from octile.atomic_files import write_text
 from octile.lab.tensor_core import tensor_core
 from octile.parallel.device import pick_device
+from octile.report.run.lines import Record
 from octile.train.config import TrainConfig, tiny
 from octile.train.data.open import prepare_tokens
 from octile.train.data.token_store import TokenStore
 from octile.train.loop import run_steps
 from octile.train.run.console import RunConsole
-from octile.train.run.metrics import Metrics
 from octile.train.trainer import Trainer
 
 
@@ -68,7 +68,7 @@ class _Validating:
     def around(self, step: int) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def record(self, lines: Iterable[Metrics]) -> None:
+    def record(self, lines: Iterable[Record]) -> None:
         for _ in lines:  # they are collected as they are read
             pass
 

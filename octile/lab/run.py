@@ -33,13 +33,14 @@ from octile.nn.conversion_summary import log
 from octile.parallel.device import pick_device
 from octile.recipe import GEMMS, GemmName
 from octile.report.console import Console
+from octile.report.run.lines import Record
 from octile.text import format_count
 from octile.train.config import TrainConfig
 from octile.train.data.packed_tokens import tokens_of
 from octile.train.data.token_store import TokenStore
 from octile.train.run.deterministic import deterministic
 from octile.train.run.folder import RunFolder
-from octile.train.run.metrics import Metrics, MetricsWriter, read_lines
+from octile.train.run.metrics import MetricsWriter, read_lines
 from octile.train.run.recorder import RunHook, StepContext
 from octile.train.run.resume import check_settings
 from octile.train.step.progress import Progress
@@ -181,7 +182,7 @@ def _guards(run: RunFolder, after: int, up_to: int) -> Iterator[dict[str, Any]]:
             yield guard
 
 
-def _check_schedules(config: TrainConfig, recorded: Mapping[int, Metrics], steps: Iterable[int]) -> None:
+def _check_schedules(config: TrainConfig, recorded: Mapping[int, Record], steps: Iterable[int]) -> None:
     """Check that the configuration gives steps the values of its schedules that the run did them with.
 
     Raises:

@@ -11,10 +11,10 @@ from statistics import fmean
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from octile.command_text import quoted_path
+from octile.report.run.lines import Record
 from octile.rl.prompts import Prompt
 from octile.text import format_duration
 from octile.train.run.console import LOG_LINES, RunConsole
-from octile.train.run.metrics import Metrics
 
 LAST = 10  # steps over which the reward at the end is averaged
 MAX_PROMPT = 80  # characters of a prompt that is printed as a part of a command
@@ -29,7 +29,7 @@ class RLProgress:
         self._seconds = 0.0  # of the steps of this process
         self._every = max(1, steps // LOG_LINES)
 
-    def step(self, line: Metrics) -> None:
+    def step(self, line: Record) -> None:
         """Show the metrics of a step."""
         number = line["step"]
         self._seconds += line["sampling_seconds"] + line["training_seconds"]
@@ -57,7 +57,7 @@ def progress(console: RunConsole, steps: int, done: int) -> Iterator[RLProgress]
         yield RLProgress(console, bar, steps, done)
 
 
-def summarize(lines: Sequence[Metrics]) -> Metrics:
+def summarize(lines: Sequence[Record]) -> Record:
     """Return what a run has reached: the reward of its first step, and the mean of its last ones.
 
     Args:
@@ -77,7 +77,7 @@ def summarize(lines: Sequence[Metrics]) -> Metrics:
     }
 
 
-def print_result(console: RunConsole, run: Path, summary: Metrics, prompt: Prompt, report: Path) -> None:
+def print_result(console: RunConsole, run: Path, summary: Record, prompt: Prompt, report: Path) -> None:
     """Print what a run has reached, and where its results are."""
     console.print(
         f"reward: {summary['first_reward']:.3f} in step 1, {summary['last_reward']:.3f} in the mean of the last "

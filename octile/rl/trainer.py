@@ -29,6 +29,7 @@ from octile.ops.high_precision import without_reduced_precision_reduction
 from octile.optim import AdamW, clip_factor, param_groups
 from octile.optim.gradient import added_in_place, gradient_norm
 from octile.recipe import OptimizerFormats
+from octile.report.run.lines import Record
 from octile.rl.batch import Batch, compare_log_probs, estimate_kl, make_batch
 from octile.rl.config import RLConfig
 from octile.rl.grpo import completion_mean, group_advantages, importance_weights, token_losses
@@ -40,7 +41,6 @@ from octile.serve.engine.engine import Engine
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights.live import LiveWeights
 from octile.serve.weights.load import Folder
-from octile.train.run.metrics import Metrics
 from octile.train.run.state import load_moments, parts_of, state_tensors
 
 BETAS = 0.9, 0.95
@@ -111,7 +111,7 @@ class RLTrainer:
         self.is_between_steps = True
         self.last: list[ScoredCompletion] = []
 
-    def step(self) -> Metrics:
+    def step(self) -> Record:
         """Take a step and return its metrics.
 
         Raises:
@@ -154,7 +154,7 @@ class RLTrainer:
             "seconds": self.seconds,
         }
 
-    def _train(self, batch: Batch) -> Metrics:
+    def _train(self, batch: Batch) -> Record:
         """Take the optimizer steps on a batch, and return what they measure."""
         config = self.config
         parts = [part.split(config.micro_batches) for part in batch.split(config.updates)]

@@ -27,6 +27,7 @@ from octile.extras import require
 from octile.kernels.compile_ahead import KernelsAhead
 from octile.parallel.device import pick_own_device
 from octile.parallel.ranks import Ranks, RanksError, explain, failure_before, join, leave, will_restart
+from octile.report.run.lines import Record
 from octile.report.run.spikes import SpikeDetector, SpikeState
 from octile.signals import Stopped, stop_requests, termination_ignored
 from octile.torchrun import check_rendezvous
@@ -44,7 +45,7 @@ from octile.train.run.disk_space import check_disk_space
 from octile.train.run.duration import check_duration
 from octile.train.run.folder import RunFolder, lock_folder
 from octile.train.run.loggers import require_loggers
-from octile.train.run.metrics import Metrics, NoMetrics, open_metrics
+from octile.train.run.metrics import NoMetrics, open_metrics
 from octile.train.run.rank_checks import check_agreement, check_world, is_restarted
 from octile.train.run.recipe_check import check_recipe
 from octile.train.run.recorder import RunHook, RunRecorder, no_hook
@@ -71,7 +72,7 @@ class LoopHooks(Protocol):
         """The context in which a step is launched, given its number, and older steps are collected."""
         ...
 
-    def record(self, lines: Iterable[Metrics]) -> None:
+    def record(self, lines: Iterable[Record]) -> None:
         """Take the metrics of steps that were collected, in their order."""
         ...
 

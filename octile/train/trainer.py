@@ -34,12 +34,12 @@ from octile.models.flops import bf16_peak, train_flops_per_token
 from octile.optim import EMA, DynamicLossScale
 from octile.parallel.ranks import Ranks
 from octile.recipe import Recipe
+from octile.report.run.lines import Record
 from octile.train.config import TrainConfig
 from octile.train.data.batches import Batches, PreparedBatches, validation_windows
 from octile.train.data.token_store import TokenStore
 from octile.train.evaluation.evaluator import Evaluator
 from octile.train.optimizer import make_optimizer
-from octile.train.run.metrics import Metrics
 from octile.train.run.state import TrainingState
 from octile.train.step.captured import CapturedStep
 from octile.train.step.compute import StepComputation
@@ -117,7 +117,7 @@ class Trainer:
         """The steps that were launched and not discarded."""
         return self.progress.steps_done
 
-    def step(self) -> Metrics:
+    def step(self) -> Record:
         """Run one optimizer step and return its metrics. The host waits for the device.
 
         If a gradient is not finite, the step is skipped: weights, moments, biases of gates and the moving average do
@@ -129,13 +129,13 @@ class Trainer:
             RuntimeError: steps were launched and not collected.
         """
         self._launched.check_none("step")
-        lines: list[Metrics] = []
+        lines: list[Record] = []
         while not lines:  # a step whose rows were more than the capacity is launched again
             self.launch()
             lines = list(self.collect())
         return lines[0]
 
-    def advance(self) -> Iterator[Metrics]:
+    def advance(self) -> Iterator[Record]:
         """Launch a step, and return the metrics of the steps whose turn it is to be collected, in order.
 
         Without a CUDA graph that is the step itself. With one it is none, or the COLLECT_EVERY oldest while as many are
@@ -190,7 +190,7 @@ class Trainer:
         numbers = (progress.steps_done, learning_rate, tokens, progress.tokens)
         self._launched.append(Launched(*numbers, scheduled, overflowed), result.values)
 
-    def collect(self, leave: int = 0) -> Iterator[Metrics]:
+    def collect(self, leave: int = 0) -> Iterator[Record]:
         """Wait for launched steps and yield their metrics, the oldest first; `leave` of the newest stay launched.
 
         From a step on whose rows were more than the capacity, all are discarded, and are to be launched again; their
@@ -210,7 +210,7 @@ class Trainer:
         if not leave:
             self.gather_weights()
             clock.mark()
-        lines: list[Metrics] = []
+        lines: list[Record] = []
         failure: FloatingPointError | None = None
         for step, (*losses, grad_norm, last_broken, stopping, too_many_rows) in collected:
             if stopping > 0:
@@ -259,7 +259,7 @@ class Trainer:
 
     def _line(
         self, step: Launched, losses: list[float], grad_norm: float, seconds: float, skipped_for: str | None
-    ) -> Metrics:
+    ) -> Record:
         """The metrics of a step, with model FLOPs per second, and MFU if the GPU's peak is known."""
         self.progress.seconds += seconds
         loss, *parts = losses

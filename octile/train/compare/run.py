@@ -18,6 +18,7 @@ from octile.parallel.device import pick_device
 from octile.report.compare.file import read_curve, read_gradient_check
 from octile.report.compare.gradients import GradientCheck
 from octile.report.compare.result import Curve
+from octile.report.run.lines import Record
 from octile.signals import Stopped
 from octile.train.compare.gradient_check import check_gradients
 from octile.train.config import COMPARE_RESUMABLE, TrainConfig, describe_changes, differences
@@ -26,7 +27,6 @@ from octile.train.loop import run_steps
 from octile.train.run.console import RunConsole, StepProgress
 from octile.train.run.duration import reference_time
 from octile.train.run.machine import computed_on, warn_of_another_machine
-from octile.train.run.metrics import Metrics
 from octile.train.trainer import Trainer
 
 CHECKPOINTS, FINISHED = "checkpoints", "finished"
@@ -94,7 +94,7 @@ class _Measuring:
             self.measured.gradients.append(check_gradients(self.trainer))
         yield
 
-    def record(self, lines: Iterable[Metrics]) -> None:
+    def record(self, lines: Iterable[Record]) -> None:
         for line in lines:
             self.progress.step(line)
             self.measured.train_loss.append(line["main_loss"])

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from octile.models.counts import count_parameters
 from octile.report.console import Console
+from octile.report.run.lines import Record
 from octile.signals import Stopped
 from octile.text import escape_control_characters, format_count, format_duration, format_flops
 from octile.train.data.spans import SPAN
 from octile.train.data.token_store import LEFT_OUT, TokenStore, describe_truncated
 from octile.train.run.folder import RunFolder
-from octile.train.run.metrics import Metrics
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -298,7 +298,7 @@ class StepProgress:
             self.console.print(text)
             self._says_compiling = True
 
-    def step(self, line: Metrics) -> None:
+    def step(self, line: Record) -> None:
         """Show the metrics of a step."""
         self._has_step = True
         if "skipped_for" in line:
@@ -322,7 +322,7 @@ class StepProgress:
             self.console.print(f"step {line['step']}/{self.steps}: {text}, {format_duration(left)} left")
             self._first_line, self._last_printed = self._first_line or (line["step"], line["seconds"], now), now
 
-    def _seconds_per_step(self, line: Metrics) -> float:
+    def _seconds_per_step(self, line: Record) -> float:
         """Estimate the time that a later step takes, with its share of validations and checkpoints.
 
         What was measured before the first line contains the compilation of kernels: the median leaves it out. The lines
@@ -334,7 +334,7 @@ class StepProgress:
         step_times = [after - before for before, after in pairwise(self._seconds)]
         return statistics.median(step_times) if step_times else line["seconds"] / line["step"]
 
-    def validation(self, line: Metrics) -> None:
+    def validation(self, line: Record) -> None:
         """Show a held-out loss; that of step 0 is that of the initial weights."""
         if line["step"] == 0:
             self.console.print(f"held-out loss before the first step: {line['val_loss']:.4f} nats per token")

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from octile.atomic_files import write_text
-from octile.report.run.lines import parse_line
+from octile.report.run.lines import Record, parse_line
 from octile.train.config import Logger
 from octile.train.run.folder import TELEMETRY, RunFolder
 from octile.train.run.loggers import Loggers
-
-Metrics = dict[str, Any]
 
 
 class MetricsWriter:
@@ -30,7 +28,7 @@ class MetricsWriter:
         self._file = run.metrics_file.open("a", encoding="utf-8")
         self._loggers = loggers
 
-    def write(self, metrics: Metrics) -> None:
+    def write(self, metrics: Record) -> None:
         """Append a line, which must have a `step`; NaN and infinity become null. Its numbers go to the loggers, too."""
         line = {name: None if _is_not_finite(value) else value for name, value in metrics.items()}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
@@ -54,7 +52,7 @@ class NoMetrics(MetricsWriter):
     def __init__(self) -> None:
         pass
 
-    def write(self, metrics: Metrics) -> None:
+    def write(self, metrics: Record) -> None:
         """Do nothing."""
 
     def draw(self, values: Mapping[str, float], step: int) -> None:
@@ -80,7 +78,7 @@ def open_metrics(
         loggers.close(failed)
 
 
-def read_lines(file: Path) -> list[Metrics]:
+def read_lines(file: Path) -> list[Record]:
     """The lines of metrics.jsonl or telemetry.jsonl, without damaged ones, such as one that a crash cut short.
 
     There are none if there is no file.
@@ -109,7 +107,7 @@ def truncate_after(run: RunFolder, step: int) -> list[str]:
     return notes
 
 
-def _parse_lines(file: Path) -> tuple[list[Metrics], list[int]]:
+def _parse_lines(file: Path) -> tuple[list[Record], list[int]]:
     """The whole lines of a file, and the numbers of the damaged ones, counted from 1."""
     lines, damaged = [], []
     for number, text in enumerate(file.read_bytes().split(b"\n"), start=1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
+from octile.report.run.lines import Record
 from octile.report.run.spikes import Spike, SpikeDetector
 from octile.train.config import TrainConfig
 from octile.train.data.token_store import TokenStore
@@ -12,7 +13,7 @@ from octile.train.run.best_model import BestModel
 from octile.train.run.checkpoints import RunCheckpoints
 from octile.train.run.console import StepProgress
 from octile.train.run.folder import RunFolder
-from octile.train.run.metrics import Metrics, MetricsWriter
+from octile.train.run.metrics import MetricsWriter
 from octile.train.run.spikes import write_spike
 from octile.train.trainer import Trainer
 
@@ -59,13 +60,13 @@ class RunRecorder:
         self.metrics, self.progress, self.detector = metrics, progress, detector
         self.best, self.checkpoints, self._around = best, checkpoints, around
         self.saved_step: int | None = None
-        self._spikes: list[tuple[Spike, Metrics]] = []  # that are not reported yet
+        self._spikes: list[tuple[Spike, Record]] = []  # that are not reported yet
 
     def around(self, step: int) -> AbstractContextManager[object]:
         """The context of a step."""
         return self._around(step)
 
-    def record(self, lines: Iterable[Metrics]) -> None:
+    def record(self, lines: Iterable[Record]) -> None:
         """Write and show the metrics of steps in their order, and find spikes."""
         for line in lines:
             self.metrics.write(line)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from octile.report.run.lines import Record
 from octile.report.run.spikes import Spike, SpikeDetector
 from octile.train.data.packed_tokens import tokens_of
 from octile.train.data.token_store import TokenStore
 from octile.train.run.folder import RunFolder
-from octile.train.run.metrics import Metrics, MetricsWriter, read_lines
+from octile.train.run.metrics import MetricsWriter, read_lines
 from octile.train.trainer import Trainer
 
 MAX_SPIKE_TEXT = 80  # characters of the hardest sequence in a spike's record
@@ -21,7 +22,7 @@ def spikes_so_far(run: RunFolder) -> SpikeDetector:
     return detector
 
 
-def write_spike(spike: Spike, trainer: Trainer, store: TokenStore, metrics: MetricsWriter, line: Metrics) -> str:
+def write_spike(spike: Spike, trainer: Trainer, store: TokenStore, metrics: MetricsWriter, line: Record) -> str:
     """Record the first step of a loss spike, and describe it with the sequence that has the largest loss.
 
     The record in metrics.jsonl is {"step", "spike": {"loss", "usual", "scatter", "grad_norm", "sequence_losses",
