@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from octile.nn.delayed_scaling import amax_histories
+from octile.train.strategy.state_layout import BEST_PREFIX
 from octile.validation import Range, check_fields, from_json
-
-PREFIX = "best."  # of the names of its tensors in a checkpoint; "best" is its field in state.json
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class BestModel:
         if self.best is None:
             return {}, begun
         own = self.best.step == step  # the checkpoint has these tensors already
-        tensors = {} if own else {PREFIX + name: tensor for name, tensor in self._copies.items()}
+        tensors = {} if own else {BEST_PREFIX + name: tensor for name, tensor in self._copies.items()}
         return tensors, {"best": asdict(self.best), **begun}
 
     def load(self, tensors: dict[str, Tensor], state: dict[str, Any], step: int) -> None:
@@ -124,7 +123,7 @@ class BestModel:
             return
         self.best = from_json(Best, state["best"], "state.best")
         own = self._own()
-        found = {name.removeprefix(PREFIX): t for name, t in tensors.items() if name.startswith(PREFIX)}
+        found = {name.removeprefix(BEST_PREFIX): t for name, t in tensors.items() if name.startswith(BEST_PREFIX)}
         if self.best.step == step:  # `state` left them out
             found = own
         elif found.keys() == self._model.state_dict().keys():  # an earlier version did not copy amax histories

@@ -21,10 +21,11 @@ from octile.parallel.state import Layout, ShardedState, collect
 from octile.recipe import Recipe
 from octile.train.config import OptimConfig
 from octile.train.optimizer import make_groups
-from octile.train.run.best_model import PREFIX
 
 if TYPE_CHECKING:
     from octile.checkpoint.sharded import Chunk, ShardedCheckpoint
+
+BEST_PREFIX = "best."  # prefix of the names of the best model's tensors in a checkpoint
 
 
 class ModelNames(NamedTuple):
@@ -111,7 +112,7 @@ class StateLayout:
             return {}
         found: dict[str, Layout] = {}
         for name, _ in self._model.named_parameters():
-            found[f"model.{name}"] = found[f"best.{name}"] = self._shards.weight_layout(name)
+            found[f"model.{name}"] = found[BEST_PREFIX + name] = self._shards.weight_layout(name)
             found[f"ema.{name}"] = self._shards.part_layout(name)
         for number, name in zip(self._numbers, self._own.updated, strict=True):
             found[f"optimizer.{number}"] = self._shards.part_layout(name)
@@ -186,7 +187,7 @@ class StateLayout:
         """
         rows: dict[str, slice | None] = {}
         for name, spec in checkpoint.specs.items():
-            if name.startswith(PREFIX) != best or self._is_elsewhere(name):
+            if name.startswith(BEST_PREFIX) != best or self._is_elsewhere(name):
                 continue
             layout = self.of(name) if spec.shape else None
             if layout is not None and spec.shape[0] != layout.total:
