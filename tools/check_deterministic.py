@@ -21,10 +21,10 @@ from typing import NamedTuple
 from octile.parallel.device import pick_device
 from octile.report.machine import describe_machine, machine
 from octile.train.config import TrainConfig, preset
-from octile.train.data.open import prepare_tokens
 from octile.train.data.token_store import TokenStore
 from octile.train.run.console import RunConsole
 from octile.train.run.deterministic import deterministic
+from octile.train.run.tokens import prepare_tokens
 from octile.train.trainer import Trainer
 
 RECIPES = ("deepseek_v3", "bf16")

@@ -27,9 +27,9 @@ from octile.parallel.device import pick_device
 from octile.recipe import Recipe
 from octile.report.machine import machine
 from octile.train.config import TrainConfig, tiny
-from octile.train.data.open import prepare_tokens
 from octile.train.data.token_store import TokenStore
 from octile.train.run.console import RunConsole
+from octile.train.run.tokens import prepare_tokens
 from octile.train.trainer import Trainer
 
 MEASURED = (1, 10, 50, 100)  # steps after the checkpoint

@@ -23,10 +23,10 @@ from octile.lab.tensor_core import tensor_core
 from octile.parallel.device import pick_device
 from octile.report.run.lines import Record
 from octile.train.config import TrainConfig, tiny
-from octile.train.data.open import prepare_tokens
 from octile.train.data.token_store import TokenStore
 from octile.train.loop import run_steps
 from octile.train.run.console import RunConsole
+from octile.train.run.tokens import prepare_tokens
 from octile.train.trainer import Trainer
 
 

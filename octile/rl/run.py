@@ -30,9 +30,9 @@ from octile.rl.config import COMMAND, DIGESTS, RLConfig, changed_settings
 from octile.rl.trainer import RLTrainer
 from octile.tokenizer import FILES as TOKENIZER_FILES
 from octile.train.config import shown
-from octile.train.data.open import MODEL_FILES
 from octile.train.run.folder import START, RunFolder, check_unused, new_folder
 from octile.train.run.machine import computed_on, warn_of_another_machine
+from octile.train.run.tokens import MODEL_FILES
 from octile.validation import CHECKSUM, read_json, take_checksum, with_checksum
 
 COPIED_FILES = *TOKENIZER_FILES, *MODEL_FILES

@@ -33,7 +33,6 @@ from octile.signals import Stopped, stop_requests, termination_ignored
 from octile.torchrun import check_rendezvous
 from octile.train.config import TrainConfig
 from octile.train.data.examples import is_examples
-from octile.train.data.open import check_data, check_prompt, open_tokens, print_passes
 from octile.train.data.token_store import MANIFEST, TokenStore
 from octile.train.memory.check import check_memory, explain_out_of_memory
 from octile.train.run import fine_tune
@@ -60,6 +59,7 @@ from octile.train.run.resume import (
     restore_run,
 )
 from octile.train.run.spikes import spikes_so_far
+from octile.train.run.tokens import check_data, check_prompt, open_tokens, print_passes
 from octile.train.step.kernels_ahead import compile_ahead
 from octile.train.strategy.pipeline_layout import make_pipeline_schedule
 from octile.train.trainer import Trainer

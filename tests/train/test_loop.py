@@ -29,11 +29,11 @@ from octile.parallel.ranks import RanksError
 from octile.signals import Stopped, Terminated
 from octile.train import loop
 from octile.train.config import TrainConfig
-from octile.train.data.open import prepare_tokens, print_passes
 from octile.train.evaluation.evaluator import Evaluator
 from octile.train.loop import build, train
 from octile.train.run.checkpoints import RunCheckpoints
 from octile.train.run.folder import RunFolder
+from octile.train.run.tokens import prepare_tokens, print_passes
 from octile.train.strategy.single import Strategy
 from octile.train.trainer import Trainer
 from tests.report.conftest import draw_no_figures
@@ -687,7 +687,7 @@ def test_a_signal_before_the_first_step_says_to_start_again(text, tmp_path, monk
     def interrupted(*arguments, **options):
         raise interrupt
 
-    monkeypatch.setattr("octile.train.data.open.prepare", interrupted)
+    monkeypatch.setattr("octile.train.run.tokens.prepare", interrupted)
     with pytest.raises(Stopped, match=r"without --resume; it prepares the data anew$") as stopped:
         train(micro(data=str(text), out=tmp_path / "run"), False, silent_console())
     assert stopped.value.exit_code == code

@@ -53,8 +53,8 @@ from octile.optim import AdamW, param_groups
 from octile.parallel.device import pick_device
 from octile.recipe import Recipe
 from octile.train.config import preset
-from octile.train.data.open import prepare_tokens
 from octile.train.run.console import RunConsole
+from octile.train.run.tokens import prepare_tokens
 from octile.train.trainer import Trainer
 
 ROUNDS = 9

@@ -45,9 +45,9 @@ from octile.models.config import PRESETS
 from octile.models.flops import bf16_peak, train_flops_per_token
 from octile.report.console import Console
 from octile.train.config import TrainConfig, preset
-from octile.train.data.open import prepare_tokens
 from octile.train.run.console import RunConsole
 from octile.train.run.folder import DATA
+from octile.train.run.tokens import prepare_tokens
 
 NAMES = (FP8_TRAINER, PLAIN_BF16, TITAN_OCTILE, TITAN_BF16, TITAN_FP8)
 ROUNDS = 5  # measurements of each trainer

@@ -37,7 +37,6 @@ from octile.train.config import TrainConfig, describe_changes, describe_settings
 from octile.train.data.batches import validation_windows
 from octile.train.data.corpus import check_source
 from octile.train.data.examples import is_examples
-from octile.train.data.open import open_tokens, print_passes
 from octile.train.data.packed_tokens import PackedTokens
 from octile.train.data.token_store import TokenStore
 from octile.train.evaluation.visible_tokens import visible_token
@@ -46,6 +45,7 @@ from octile.train.run.console import RunConsole
 from octile.train.run.duration import check_duration
 from octile.train.run.folder import COMPARISON, DATA, check_unused, lock_folder, new_folder
 from octile.train.run.recipe_check import check_recipe
+from octile.train.run.tokens import open_tokens, print_passes
 from octile.validation import distinct_names
 
 RUNS = "runs"  # the folder in which the runs of a comparison save their states and results

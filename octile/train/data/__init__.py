@@ -11,6 +11,5 @@ prepare_examples.py from rows of JSONL to packed sequences on disk, by the two f
 token_store.py      a folder of tokens, memory-mapped
 streamed_tokens.py  the tokens of a store under a URL, read by ranges
 token_cache.py      token stores that runs share
-open.py             the tokens of a run: prepared in its folder, or those that it began with
 batches.py          the order of training, a function of seed and step; batches that a thread prepares
 """

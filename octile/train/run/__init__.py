@@ -1,6 +1,7 @@
 """A run around its steps: its folder, what is checked before it begins, and what is stored, printed and resumed.
 
 folder.py         the files of a run, and its lock
+tokens.py         its tokens: prepared in its folder, or those that it began with
 metrics.py        measurements of steps, written so that a crash loses none
 console.py        the terminal output of a run
 rank_checks.py    whether the ranks are as many as configured, and have the same settings and code

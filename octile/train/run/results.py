@@ -32,13 +32,13 @@ from octile.text import format_count
 from octile.tokenizer import Tokenizer
 from octile.train.config import TrainConfig
 from octile.train.data.corpus import PYTHON
-from octile.train.data.open import MODEL_FILES
 from octile.train.data.packed_tokens import FIRST, LOSS, PackedTokens
 from octile.train.data.token_store import TokenStore
 from octile.train.memory.check import is_out_of_memory
 from octile.train.run.best_model import BestModel
 from octile.train.run.console import RunConsole
 from octile.train.run.folder import RunFolder
+from octile.train.run.tokens import MODEL_FILES
 from octile.train.trainer import Trainer
 
 SAMPLE_TOKENS = 128

@@ -169,7 +169,7 @@ def test_the_ranks_of_a_run_get_the_sentence_of_the_first(gflops, text, tmp_path
 
     gflops(1e-6)
     ranks, screen = Ranks(0, 1, dist.HashStore(), FOREVER), silent_console()
-    monkeypatch.setattr("octile.train.data.open.prepare", prepare)
+    monkeypatch.setattr("octile.train.run.tokens.prepare", prepare)
     monkeypatch.setattr("octile.train.loop.join", lambda *_: ranks)
     monkeypatch.setattr(Ranks, "gather", lambda self, own, kind: [own])
     monkeypatch.setattr("octile.train.loop.check_agreement", lambda *_: None)
@@ -183,7 +183,7 @@ def test_a_run_says_it_before_its_data_is_prepared(gflops, text, tmp_path, monke
         raise KeyError("data is prepared")
 
     gflops(1e-6)
-    monkeypatch.setattr("octile.train.data.open.prepare", prepare)
+    monkeypatch.setattr("octile.train.run.tokens.prepare", prepare)
     screen = silent_console()
     with pytest.raises(KeyError, match="data is prepared"):
         train(micro(data=str(text), out=tmp_path / "run", steps=10**9, allow_slow=True), False, screen)

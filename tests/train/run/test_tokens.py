@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from octile.train.data.open import check_data, prepare_tokens
+from octile.train.run.tokens import check_data, prepare_tokens
 from tests.train.conftest import micro, silent_console
 
 TEXT = "".join(f"{n} times {n} is {n * n}\n" for n in range(400))
