@@ -41,7 +41,7 @@ from octile.serve.engine.engine import Engine
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights.live import LiveWeights
 from octile.serve.weights.load import Folder
-from octile.train.run.state import load_moments, parts_of, state_tensors
+from octile.train.state import load_moments, parts_of, state_tensors
 
 BETAS = 0.9, 0.95
 WEIGHT_DECAY = 0.0  # of the policy, which the reference draws to itself

@@ -40,7 +40,7 @@ from octile.train.data.batches import Batches, PreparedBatches, validation_windo
 from octile.train.data.token_store import TokenStore
 from octile.train.evaluation.evaluator import Evaluator
 from octile.train.optimizer import make_optimizer
-from octile.train.run.state import TrainingState
+from octile.train.state import TrainingState
 from octile.train.step.captured import CapturedStep
 from octile.train.step.compute import StepComputation
 from octile.train.step.launched import COLLECT_EVERY, Launched, LaunchedSteps

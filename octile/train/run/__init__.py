@@ -10,7 +10,6 @@ disk_space.py     whether the disk has room for a run's checkpoints and model
 duration.py       how long a run takes at least on a CPU
 deterministic.py  runs that give the same bits again
 fine_tune.py      a run that starts from a checkpoint's weights
-state.py          the state of a trainer: what a checkpoint holds, and how it is restored
 best_model.py     weights and amax histories at the lowest held-out loss
 checkpoints.py    how checkpoints are written and found
 machine.py        what decides the bits of a run besides its configuration

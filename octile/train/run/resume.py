@@ -31,7 +31,7 @@ from octile.train.run.console import RunConsole
 from octile.train.run.folder import RunFolder, check_unused
 from octile.train.run.machine import warn_of_another_machine
 from octile.train.run.metrics import read_lines, truncate_after
-from octile.train.run.state import TrainerState
+from octile.train.state import TrainerState
 from octile.train.trainer import Trainer
 
 OTHER_ORDER = "gradients are summed in another order, so the run is not bit-identical to an uninterrupted one"
