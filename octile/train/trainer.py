@@ -35,6 +35,7 @@ from octile.optim import EMA, DynamicLossScale
 from octile.parallel.ranks import Ranks
 from octile.recipe import Recipe
 from octile.report.run.lines import Record
+from octile.train.compute import StepComputation
 from octile.train.config import TrainConfig
 from octile.train.data.batches import Batches, PreparedBatches, validation_windows
 from octile.train.data.token_store import TokenStore
@@ -42,7 +43,6 @@ from octile.train.evaluation.evaluator import Evaluator
 from octile.train.optimizer import make_optimizer
 from octile.train.state import TrainingState
 from octile.train.step.captured import CapturedStep
-from octile.train.step.compute import StepComputation
 from octile.train.step.launched import COLLECT_EVERY, Launched, LaunchedSteps
 from octile.train.step.passes import Passes
 from octile.train.step.progress import Progress, batch_ramp

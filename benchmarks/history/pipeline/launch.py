@@ -14,9 +14,9 @@ from statistics import median
 
 import torch
 
+from octile.train.compute import Computed
 from octile.train.config import preset
 from octile.train.step.captured import CapturedStep
-from octile.train.step.compute import Computed
 from octile.train.trainer import AHEAD, Trainer
 from tools.random_run import random_store
 

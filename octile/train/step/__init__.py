@@ -2,7 +2,6 @@
 
 progress.py        how far a run is, and what its next step takes from the configuration
 passes.py          forward and backward passes of this rank's model
-compute.py         gradients, the decision to skip, and the update
 skips.py           which steps are skipped, and when a run must stop
 captured.py        a step as CUDA graphs
 launched.py        the steps that are launched and not collected

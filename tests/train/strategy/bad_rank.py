@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from octile.cli import main
+from octile.train.compute import StepComputation
 from octile.train.data.token_store import TokenStore
 from octile.train.run import rank_checks
-from octile.train.step.compute import StepComputation
 from octile.train.trainer import Trainer
 from tests.train.conftest import estimate_memory_once, write_no_report
 from tests.train.run.own_process import write_output_to
