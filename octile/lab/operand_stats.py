@@ -23,7 +23,7 @@ from octile.formats import FloatFormat, IntFormat
 from octile.ops.groups import take_tiles
 from octile.ops.quantize import decode, split_into_blocks
 from octile.scaled import ScaledTensor
-from octile.train.evaluation.diagnostics import zero_blocks
+from octile.train.step.diagnostics import zero_blocks
 
 SAMPLE = 1 << 14  # the maximum number of sampled values, unless one row of tiles has more
 OUTLIER_RATIO = 10.0  # a channel is an outlier if its amax is this multiple of the median channel's

@@ -18,7 +18,7 @@ from octile.nn.weight_cache import frozen_weights
 from octile.ops.high_precision import without_reduced_precision_reduction
 from octile.optim import EMA, AdamW
 from octile.train.data.packed_tokens import count_labels, is_packed
-from octile.train.evaluation.diagnostics import record_tile_scales
+from octile.train.step.diagnostics import record_tile_scales
 from octile.train.step.passes import Passes
 from octile.train.step.progress import Progress
 from octile.train.strategy.single import Strategy

@@ -7,5 +7,6 @@ captured.py        a step as CUDA graphs
 launched.py        the steps that are launched and not collected
 results.py         what the device writes and the host collects later
 clock.py           how long each step took on its device
+diagnostics.py     histograms of scales, and the first non-finite tensor
 kernel_records.py  what the profiler records of a GPU
 """

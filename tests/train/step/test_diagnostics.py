@@ -8,7 +8,7 @@ from octile.formats import E4M3, E5M2, E5M6, INT8
 from octile.nn import Linear
 from octile.nn.observer import _observers, report_quantization
 from octile.scaled import quantize
-from octile.train.evaluation.diagnostics import add_histograms, first_non_finite, record_tile_scales, zero_blocks
+from octile.train.step.diagnostics import add_histograms, first_non_finite, record_tile_scales, zero_blocks
 
 
 def test_every_scale_is_counted_once():
