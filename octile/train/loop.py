@@ -43,6 +43,7 @@ from octile.train.run.deterministic import deterministic
 from octile.train.run.disk_space import check_disk_space
 from octile.train.run.duration import check_duration
 from octile.train.run.folder import RunFolder, lock_folder
+from octile.train.run.kernels_ahead import compile_ahead
 from octile.train.run.loggers import require_loggers
 from octile.train.run.metrics import NoMetrics, open_metrics
 from octile.train.run.rank_checks import check_agreement, check_world, is_restarted
@@ -60,7 +61,6 @@ from octile.train.run.resume import (
 )
 from octile.train.run.spikes import spikes_so_far
 from octile.train.run.tokens import check_data, check_prompt, open_tokens, print_passes
-from octile.train.step.kernels_ahead import compile_ahead
 from octile.train.strategy.pipeline_layout import make_pipeline_schedule
 from octile.train.trainer import Trainer
 

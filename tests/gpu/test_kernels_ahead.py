@@ -19,7 +19,7 @@ from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
 from octile.train.config import preset
 from octile.train.memory.saved_activations import saving_activations
-from octile.train.step.kernels_ahead import plan_step
+from octile.train.run.kernels_ahead import plan_step
 from octile.train.step.passes import Passes
 from octile.train.step.progress import Progress
 

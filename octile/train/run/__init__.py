@@ -8,6 +8,7 @@ rank_checks.py    whether the ranks are as many as configured, and have the same
 recipe_check.py   whether ranks and model can be trained with the recipe
 disk_space.py     whether the disk has room for a run's checkpoints and model
 duration.py       how long a run takes at least on a CPU
+kernels_ahead.py  kernels of its first step, compiled while its data is prepared
 deterministic.py  runs that give the same bits again
 fine_tune.py      a run that starts from a checkpoint's weights
 best_model.py     weights and amax histories at the lowest held-out loss

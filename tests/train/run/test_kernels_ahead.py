@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from octile.train import config as configs
-from octile.train.step import kernels_ahead
-from octile.train.step.kernels_ahead import compile_ahead
+from octile.train.run import kernels_ahead
+from octile.train.run.kernels_ahead import compile_ahead
 from tests.fresh_python import run_python
 
 # Planned in another process: here Triton's kernels run in its interpreter, and torch's compiler may be imported.
@@ -20,7 +20,7 @@ import torch
 from octile.kernels.cuda.gemm.cost_model import Chip
 from octile.kernels.cuda.jit.specialize import PlannedKernel
 from octile.train.config import preset
-from octile.train.step.kernels_ahead import plan_step
+from octile.train.run.kernels_ahead import plan_step
 from octile.train.memory.saved_activations import saving_activations
 
 before, config = torch.get_rng_state(), preset(sys.argv[1])
@@ -104,7 +104,7 @@ import torch
 from octile.kernels.compile_ahead import KernelsAhead
 from octile.kernels.cuda.gemm.cost_model import Chip
 from octile.train.config import tiny
-from octile.train.step.kernels_ahead import plan_step
+from octile.train.run.kernels_ahead import plan_step
 
 config = tiny()
 KernelsAhead(lambda: plan_step(config, config.load_recipe(), Chip(132)), torch.device("cuda", 0))
