@@ -33,7 +33,7 @@ from octile.rl.run import (
 from octile.rl.trainer import RLTrainer, check_length, longest_prompt
 from octile.serve.weights.load import Folder
 from octile.signals import Stopped, stop_requests
-from octile.train.memory.check import is_out_of_memory
+from octile.train.memory.device import is_out_of_memory
 from octile.train.run.console import RunConsole
 from octile.train.run.deterministic import deterministic
 from octile.train.run.folder import START, RunFolder, lock_folder

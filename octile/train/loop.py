@@ -34,7 +34,7 @@ from octile.torchrun import check_rendezvous
 from octile.train.config import TrainConfig
 from octile.train.data.examples import is_examples
 from octile.train.data.token_store import MANIFEST, TokenStore
-from octile.train.memory.check import check_memory, explain_out_of_memory
+from octile.train.memory.check import check_memory
 from octile.train.run import fine_tune
 from octile.train.run.best_model import BestModel
 from octile.train.run.checkpoints import RunCheckpoints, check_address
@@ -46,6 +46,7 @@ from octile.train.run.folder import RunFolder, lock_folder
 from octile.train.run.kernels_ahead import compile_ahead
 from octile.train.run.loggers import require_loggers
 from octile.train.run.metrics import NoMetrics, open_metrics
+from octile.train.run.out_of_memory import explain_out_of_memory
 from octile.train.run.rank_checks import check_agreement, check_world, is_restarted
 from octile.train.run.recipe_check import check_recipe
 from octile.train.run.recorder import RunHook, RunRecorder, no_hook

@@ -12,7 +12,7 @@ from octile.serve.engine import sampler
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
 from octile.serve.runner.model_runner import ModelRunner
-from octile.train.memory.check import is_out_of_memory
+from octile.train.memory.device import is_out_of_memory
 
 PROMPTS = [Prompt("1 2 + 3 4 =", "4 6"), Prompt("5 6 +", "")]
 

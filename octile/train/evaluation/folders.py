@@ -33,8 +33,7 @@ from octile.tokenizer import Tokenizer
 from octile.train.data.corpus import find_token_store
 from octile.train.data.packed_tokens import count_labels, is_packed
 from octile.train.evaluation.text import Sequences
-from octile.train.memory.check import is_out_of_memory
-from octile.train.memory.device import available_memory
+from octile.train.memory.device import available_memory, is_out_of_memory
 from octile.train.step.passes import token_losses
 
 OWN = "own"  # as the name of a recipe: that of a folder's weights

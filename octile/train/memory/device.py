@@ -1,4 +1,4 @@
-"""Memory of a device: how much it has, and how much of it this process can have."""
+"""Memory of a device: how much it has, how much of it this process can have, and which errors say that it ran out."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from octile.extras import require
 
+OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 CGROUPS, CGROUP_FILES = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
@@ -34,6 +35,13 @@ def available_memory(device: torch.device) -> int:
     import psutil
 
     return min([psutil.virtual_memory().available, *_left_in_cgroups()])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception reports that a device has no more memory."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in OUT_OF_MEMORY)
 
 
 def _left_in_cgroups() -> list[int]:

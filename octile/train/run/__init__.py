@@ -6,6 +6,7 @@ metrics.py        measurements of steps, written so that a crash loses none
 console.py        the terminal output of a run
 rank_checks.py    whether the ranks are as many as configured, and have the same settings and code
 recipe_check.py   whether ranks and model can be trained with the recipe
+out_of_memory.py  what to change in a run whose memory runs out, from what a sequence takes
 disk_space.py     whether the disk has room for a run's checkpoints and model
 duration.py       how long a run takes at least on a CPU
 kernels_ahead.py  kernels of its first step, compiled while its data is prepared

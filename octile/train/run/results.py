@@ -34,7 +34,7 @@ from octile.train.config import TrainConfig
 from octile.train.data.corpus import PYTHON
 from octile.train.data.packed_tokens import FIRST, LOSS, PackedTokens
 from octile.train.data.token_store import TokenStore
-from octile.train.memory.check import is_out_of_memory
+from octile.train.memory.device import is_out_of_memory
 from octile.train.run.best_model import BestModel
 from octile.train.run.console import RunConsole
 from octile.train.run.folder import RunFolder

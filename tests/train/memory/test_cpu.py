@@ -14,6 +14,7 @@ from octile.plan.muon import matrices
 from octile.train.config import ParallelConfig, TrainConfig, preset
 from octile.train.memory import check as memory
 from octile.train.memory import cpu as cpu_memory
+from octile.train.memory.advice import USABLE_SHARE
 from octile.train.memory.check import check_memory
 from octile.train.memory.cpu import count_update
 from octile.train.trainer import Trainer
@@ -100,7 +101,7 @@ def test_sparse_attention_grows_with_the_sequence(monkeypatch):
 def test_a_sequence_that_fits_is_advised(monkeypatch):
     config = replace(of_length(1024), batch_size=32)
     need = estimate_need(replace(config, sequence_length=300))
-    monkeypatch.setattr(memory, "available_memory", lambda device: int(need.step / memory.USABLE_SHARE))
+    monkeypatch.setattr(memory, "available_memory", lambda device: int(need.step / USABLE_SHARE))
     with pytest.raises(ValueError, match=r"use --sequence-length \d+ \(now 1024\)$") as refused:
         check_memory(config, CPU, is_train=False)
     assert 270 <= int(str(refused.value).split("--sequence-length ")[1].split()[0]) <= 300
@@ -121,13 +122,6 @@ def test_where_no_sequence_fits_the_model_is_too_large(monkeypatch, is_train, ch
     monkeypatch.setattr(memory, "available_memory", lambda device: estimate_need(config).fixed + 1)
     with pytest.raises(ValueError, match=f"leave too little memory for a sequence of 16 tokens: choose {choices}$"):
         check_memory(config, CPU, is_train=is_train)
-
-
-@pytest.mark.parametrize(
-    ("half", "budget", "share"), [(None, 25, 0.25), (25, 25, 0.5), (5, 25, 0.5), (5, 0, 0), (5, -9, 0)]
-)
-def test_the_share_of_a_sequence_within_a_budget(half, budget, share):
-    assert memory.MemoryNeed(0, 100, 100, half).share_within(budget) == pytest.approx(share)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octile.train.memory import device as device_memory
-from octile.train.memory.device import available_memory
+from octile.train.memory.device import available_memory, is_out_of_memory
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -76,3 +76,9 @@ def test_the_limit_of_a_cgroup_of_version_1_counts(cgroup):
 def test_without_a_limit_the_machine_s_memory_counts(cgroup):
     cgroup("0::/", "", memory__max="max\n", memory__current="6000\n", memory__stat="inactive_file 0")
     assert available_memory(CPU) > 10**6
+
+
+def test_an_error_of_the_real_allocator_is_recognized():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**55)
+    assert is_out_of_memory(caught.value)

@@ -5,7 +5,6 @@ import re
 from contextlib import nullcontext
 from dataclasses import replace
 from html import unescape
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,8 +21,6 @@ from octile.report.run import spikes
 from octile.report.run.spikes import Spike, SpikeDetector
 from octile.train.compare.run import train_compared_run
 from octile.train.loop import train
-from octile.train.memory import check as memory
-from octile.train.memory.check import MemoryNeed, advice, explain_out_of_memory
 from octile.train.run.folder import RunFolder
 from octile.train.run.spikes import spikes_so_far, write_spike
 from octile.train.step.passes import Passes
@@ -233,7 +230,7 @@ def test_running_out_of_memory_names_what_to_change_and_how_to_continue(text, tm
         return backward(self, batch_BS, parts)
 
     monkeypatch.setattr(Passes, "backward", fail)
-    monkeypatch.setattr(memory, "device_memory", lambda device: 10**9)
+    monkeypatch.setattr("octile.train.memory.check.device_memory", lambda device: 10**9)
     out = tmp_path / "run"
     config = micro(data=str(text), out=out)
     with pytest.raises(
@@ -289,100 +286,6 @@ def test_the_sample_finds_the_memory_of_training_free(text, tmp_path, monkeypatc
     monkeypatch.setattr("octile.train.run.results.generate_from", look)
     train(micro(data=str(text), out=tmp_path / "run", steps=2), False, silent_console(), remember)
     assert not left
-
-
-def test_an_error_of_the_real_allocator_is_recognized():
-    with pytest.raises(RuntimeError) as caught:
-        torch.empty(2**55)
-    assert memory.is_out_of_memory(caught.value)
-
-
-def test_other_errors_are_unchanged():
-    with pytest.raises(RuntimeError, match="something else"), explain_out_of_memory(micro(), CPU):
-        raise RuntimeError("something else")
-
-
-def test_running_out_of_memory_while_building_the_model_is_explained():
-    with (
-        pytest.raises(MemoryError, match=r"while the model was built on the cpu: it needs \d\.\d MB"),
-        explain_out_of_memory(micro(), CPU),
-    ):
-        raise RuntimeError(ALLOCATOR)
-
-
-@pytest.mark.parametrize(
-    ("micro_batches", "available", "message"),
-    [
-        (1, 230, "use --micro-batches 2 (now 1), 4 at a time instead of 8; to continue: octile train --resume"),
-        (1, 150, "use --micro-batches 4 (now 1), 2 at a time instead of 8"),
-        (2, 10_000, "use --micro-batches 4 (now 2), 2 at a time instead of 4"),  # the estimate was too low: the next
-        (8, 10_000, "use --sequence-length 16 (now 32) in a new run"),
-        (1, 72, "use --sequence-length 12 (now 32) and --micro-batches 8 in a new run"),
-        (1, 60, "use --sequence-length 3 (now 32) and --micro-batches 8 in a new run"),  # the shortest that is accepted
-        (1, 59, "leave too little memory for a sequence"),  # 2 tokens would fit
-        (1, 58, "leave too little memory for a sequence"),  # 1
-        (1, 56, "leave too little memory for a sequence"),  # 0
-        (1, 55, "leave too little memory for a sequence"),  # not even the weights fit
-    ],
-)
-def test_the_advice_is_the_largest_micro_batch_that_fits(micro_batches, available, message):
-    config = micro(batch_size=8, micro_batches=micro_batches, out=Path("runs/x"))
-    assert message in advice(config, need_on_device(available))
-
-
-def need_on_device(available: int) -> MemoryNeed:
-    return MemoryNeed(fixed=50 * 10**9, sequence=38 * 10**9, available=available * 10**9)
-
-
-def test_smaller_micro_batches_are_not_advised_where_the_update_does_not_fit():
-    need = replace(need_on_device(230), update=160 * 10**9)
-    expected = "an update by the optimizer takes 160.00 GB in addition to 50.00 GB for weights"
-    assert advice(micro(batch_size=8), need).startswith(expected)
-
-
-@pytest.mark.parametrize(
-    ("available", "message"),
-    [(59, "use --sequence-length 2 (now 32)"), (58, "leave too little memory for a sequence")],
-)
-def test_without_multi_token_prediction_two_tokens_are_advised_and_no_fewer(available, message):
-    config = micro(model=replace(MICRO, num_nextn_predict_layers=0))
-    assert message in advice(config, need_on_device(available))
-
-
-def test_where_nothing_fits_fp8_lm_is_advised():
-    assert "or --recipe fp8_lm, which needs half" in advice(micro(recipe="deepseek_v3"), None)
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [{"recipe": "fp8_lm"}, {"recipe": "mine.toml", "recipe_text": 'recipe = "fp8_lm"'}],
-    ids=["by name", "in a file"],
-)
-def test_fp8_lm_is_not_advised_to_a_run_that_uses_it(recipe):
-    assert advice(micro(**recipe), None).endswith("choose a smaller model or a device with more memory")
-
-
-def test_where_not_even_a_short_sequence_fits_the_model_is_too_large(new_trainer, monkeypatch):
-    def fail(self, batch_BS, parts, labels_2=None):
-        raise RuntimeError(ALLOCATOR)
-
-    monkeypatch.setattr(Passes, "backward", fail)
-    trainer = new_trainer()
-    with (
-        pytest.raises(MemoryError, match="leave too little memory for a sequence of 16 tokens: choose a smaller model"),
-        explain_out_of_memory(trainer.config, CPU, trainer),
-    ):
-        trainer.step()
-
-
-def test_memory_per_sequence_is_measured(new_trainer):
-    trainer = new_trainer()
-    need = memory._measure(trainer)
-    parameters = sum(p.numel() for p in trainer.model.parameters())
-    assert need.fixed == 12 * parameters  # weight and gradient in FP32, two moments in BF16
-    assert 32 * MICRO.vocab_size * 4 < need.sequence < 10**8  # includes the logits
-    trainer.step()
-    assert memory._measure(trainer).fixed == pytest.approx(need.fixed, rel=0.01)  # now measured, with the step counts
 
 
 # Inputs that are no problem
