@@ -6,8 +6,8 @@ import pytest
 
 from octile import cli
 from octile.train.config import TrainConfig
+from octile.train.pipeline_layout import make_pipeline_schedule
 from octile.train.run.rank_checks import check_world
-from octile.train.strategy.pipeline_layout import make_pipeline_schedule
 
 
 def config_of(arguments: Sequence[str], n_ranks: int, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:

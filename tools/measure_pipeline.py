@@ -50,10 +50,10 @@ from octile.parallel.schedules import make_schedule
 from octile.train import trainer as trainer_module
 from octile.train.config import ParallelConfig, TrainConfig, preset
 from octile.train.data.batches import PreparedBatches
+from octile.train.pipeline_layout import make_pipeline_schedule
 from octile.train.step.captured import why_eager
 from octile.train.strategy import single
 from octile.train.strategy.make import make_strategy
-from octile.train.strategy.pipeline_layout import make_pipeline_schedule
 from octile.train.strategy.pipelined import PipelinedStrategy
 from octile.train.strategy.rank_mesh import RankMesh
 from octile.train.strategy.single import Strategy

@@ -35,6 +35,7 @@ from octile.train.config import TrainConfig
 from octile.train.data.examples import is_examples
 from octile.train.data.token_store import MANIFEST, TokenStore
 from octile.train.memory.check import check_memory
+from octile.train.pipeline_layout import make_pipeline_schedule
 from octile.train.run import fine_tune
 from octile.train.run.best_model import BestModel
 from octile.train.run.checkpoints import RunCheckpoints, check_address
@@ -62,7 +63,6 @@ from octile.train.run.resume import (
 )
 from octile.train.run.spikes import spikes_so_far
 from octile.train.run.tokens import check_data, check_prompt, open_tokens, print_passes
-from octile.train.strategy.pipeline_layout import make_pipeline_schedule
 from octile.train.trainer import Trainer
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from octile.recipe import Recipe
 from octile.train.config import TrainConfig
-from octile.train.strategy.pipeline_layout import held_share
+from octile.train.pipeline_layout import held_share
 
 MIN_MEASURED_TOKENS = 16  # the shortest sequence that is measured
 USABLE_SHARE = 0.9  # of the memory; fragmentation takes the rest

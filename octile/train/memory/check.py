@@ -16,7 +16,7 @@ from octile.train.config import TrainConfig
 from octile.train.memory.advice import MemoryNeed, advice, describe_update, format_memory
 from octile.train.memory.cpu import count_update, estimate_need
 from octile.train.memory.device import available_memory, device_memory
-from octile.train.strategy.pipeline_layout import make_pipeline_schedule
+from octile.train.pipeline_layout import make_pipeline_schedule
 
 BYTES_PER_PARAMETER = 12  # FP32 weight and gradient, two BF16 moments
 MOMENTS_BYTES = 4  # the moments among them, which the ranks share

@@ -43,7 +43,7 @@ from octile.parallel.schedules import held_activations
 from octile.plan.muon import matrices as muon_matrices
 from octile.train.config import TrainConfig
 from octile.train.optimizer import make_optimizer
-from octile.train.strategy.pipeline_layout import make_pipeline_schedule, pipeline_layers
+from octile.train.pipeline_layout import make_pipeline_schedule, pipeline_layers
 
 RESERVE = 400 * 10**6  # bytes of a process: libraries that are loaded later, data preparation, reports
 TRANSIENT_FACTOR = 1.3  # memory of a pass on a CPU, over the tensors that are counted

@@ -25,9 +25,9 @@ from octile.recipe import Recipe
 from octile.train.config import TrainConfig
 from octile.train.memory.device import available_memory
 from octile.train.memory.saved_activations import can_save, saving_activations
+from octile.train.pipeline_layout import held_share
 from octile.train.step.progress import batch_ramp
 from octile.train.strategy.make import run_recipe
-from octile.train.strategy.pipeline_layout import held_share
 
 
 def compile_ahead(config: TrainConfig, device: torch.device, steps_done: int) -> KernelsAhead | None:

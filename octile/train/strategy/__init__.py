@@ -6,7 +6,6 @@ pipelined.py        ranks of a pipeline
 make.py             the strategy that a configuration asks for
 rank_mesh.py        the groups of ranks: pipelines, data parallelism, experts
 expert_parallel.py  the experts of a run on several ranks
-pipeline_layout.py  the schedule of a pipeline, and the layers of its stages
 pipelined_model.py  the stages of a rank of a pipeline, and the passes through those of all ranks
 state_layout.py     which rows of a trainer's tensors each rank has
 """

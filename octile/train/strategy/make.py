@@ -8,7 +8,7 @@ from octile.checkpoint.fp8_layout import scale_rule
 from octile.parallel.ranks import Ranks
 from octile.recipe import Recipe
 from octile.train.config import TrainConfig
-from octile.train.strategy.pipeline_layout import make_pipeline_schedule
+from octile.train.pipeline_layout import make_pipeline_schedule
 from octile.train.strategy.pipelined import PipelinedStrategy
 from octile.train.strategy.rank_mesh import RankMesh
 from octile.train.strategy.sharded import ShardedStrategy

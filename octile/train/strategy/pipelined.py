@@ -20,9 +20,9 @@ from octile.parallel.schedules import Schedule
 from octile.parallel.state import ShardedState
 from octile.recipe import Recipe
 from octile.train.config import TrainConfig
+from octile.train.pipeline_layout import describe_pipeline, pipeline_layers
 from octile.train.step.diagnostics import Histogram, add_histograms, first_non_finite
 from octile.train.step.passes import Passes
-from octile.train.strategy.pipeline_layout import describe_pipeline, pipeline_layers
 from octile.train.strategy.pipelined_model import PipelinedModel
 from octile.train.strategy.rank_mesh import RankMesh
 from octile.train.strategy.sharded import ShardedStrategy

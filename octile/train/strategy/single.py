@@ -35,10 +35,10 @@ from octile.train.config import TrainConfig
 from octile.train.data.packed_tokens import count_labels, is_packed
 from octile.train.memory.device import available_memory
 from octile.train.memory.saved_activations import can_save, saving_activations
+from octile.train.pipeline_layout import held_share
 from octile.train.step.captured import why_eager
 from octile.train.step.diagnostics import Histogram, first_non_finite
 from octile.train.step.passes import Passes
-from octile.train.strategy.pipeline_layout import held_share
 from octile.train.strategy.rank_mesh import RankMesh
 from octile.train.strategy.state_layout import ModelNames, StateLayout
 

@@ -6,7 +6,7 @@ import pytest
 
 from octile.parallel.schedules import make_schedule
 from octile.train.config import ParallelConfig, preset
-from octile.train.strategy.pipeline_layout import describe_pipeline, make_pipeline_schedule, pipeline_layers
+from octile.train.pipeline_layout import describe_pipeline, make_pipeline_schedule, pipeline_layers
 
 
 @pytest.mark.parametrize(
