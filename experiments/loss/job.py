@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.loss import branch
+from experiments.loss.draft_acceptance import draft_acceptance
 from experiments.loss.jobs import Job
 from experiments.loss.recipes import accumulator_context, nudge, recipe
 from experiments.loss.runs import write_result
@@ -45,7 +46,6 @@ from octile.parallel.device import pick_device
 from octile.report.machine import machine
 from octile.train.data.batches import validation_windows
 from octile.train.data.token_store import TokenStore
-from octile.train.evaluation.draft_acceptance import draft_acceptance
 from octile.train.trainer import Trainer
 
 STEPS_PER_LINE = 20  # steps between lines

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from octile.train.evaluation.draft_acceptance import draft_acceptance
+from experiments.loss.draft_acceptance import draft_acceptance
 from tests.train.conftest import MICRO
 
 
