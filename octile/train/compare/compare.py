@@ -33,13 +33,13 @@ from octile.signals import Stopped, stop_requests
 from octile.train.compare.comparison import BASELINE, Comparison, baseline_seeds
 from octile.train.compare.gradient_check import parse_steps
 from octile.train.compare.run import ComparedRun, train_compared_run
+from octile.train.compare.visible_tokens import visible_token
 from octile.train.config import TrainConfig, describe_changes, describe_settings
 from octile.train.data.batches import validation_windows
 from octile.train.data.corpus import check_source
 from octile.train.data.examples import is_examples
 from octile.train.data.packed_tokens import PackedTokens
 from octile.train.data.token_store import TokenStore
-from octile.train.evaluation.visible_tokens import visible_token
 from octile.train.memory.check import check_memory
 from octile.train.run.console import RunConsole
 from octile.train.run.duration import check_duration

@@ -2,7 +2,7 @@
 
 import pytest
 
-from octile.train.evaluation.visible_tokens import visible_token
+from octile.train.compare.visible_tokens import visible_token
 
 
 @pytest.mark.parametrize(
