@@ -5,8 +5,7 @@ Shapes: B sequences of a micro-batch, S tokens of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,7 @@ from torch import Tensor
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.fused.cross_entropy import cross_entropies
 from octile.nn.packed_texts import TextStatistics
-from octile.nn.precision import autocast, forward_precision
+from octile.nn.precision import forward_precision
 from octile.ops.cross_entropy import IGNORED
 from octile.ops.high_precision import without_reduced_precision_reduction
 from octile.optim import DynamicLossScale
@@ -47,15 +46,9 @@ class Passes:
         self.model, self.device, self.progress = model, device, progress
         self._compute, self._loss_scale, self._statistics = compute, loss_scale, statistics
 
-    def autocast(self) -> torch.autocast:
-        """Autocast of a forward pass; see `autocast`."""
-        return autocast(self.device, self._compute)
-
-    @contextmanager
-    def precision(self) -> Iterator[None]:
+    def precision(self) -> AbstractContextManager[None]:
         """The context of a forward pass: autocast, and GEMMs that sum in FP32 under every recipe."""
-        with forward_precision(self.device, self._compute):
-            yield
+        return forward_precision(self.device, self._compute)
 
     def prepare(self) -> None:
         """Give the model the values of the next step that its loss takes."""
