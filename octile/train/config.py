@@ -603,21 +603,19 @@ def preset(name: str) -> TrainConfig:
 
 
 RESUMABLE = {  # the settings that may differ when a run is resumed
-    *(
-        "steps",
-        "checkpoints",
-        "checkpoint_every",
-        "validate_every",
-        "log",
-        "out",
-        "device",
-        "allow_slow",
-        "prompt",
-        "micro_batches",
-        "skip_limit",
-        "patience",
-        "parallel",
-    ),
+    "steps",
+    "checkpoints",
+    "checkpoint_every",
+    "validate_every",
+    "log",
+    "out",
+    "device",
+    "allow_slow",
+    "prompt",
+    "micro_batches",
+    "skip_limit",
+    "patience",
+    "parallel",
 }
 COMPARE_RESUMABLE = {"device", "allow_slow", "out"}  # the same for a comparison
 FILE_TEXTS = {"recipe_text": "recipe", "guards_text": "guards"}  # contents of a file: the setting that names it
