@@ -25,7 +25,7 @@ from octile.checkpoint.tensor_file import TensorSpec
 from octile.formats import E4M3
 from octile.layer_roles import ENCODER, ENCODERS, HEAD, role_of, why_high_precision
 from octile.models.hf_config import MODEL_TYPES, check_extra
-from octile.recipe import ScaleRule
+from octile.recipe import Recipe, ScaleRule
 from octile.scaled import ScaledTensor, dequantize, quantize
 from octile.validation import quoted
 
@@ -235,6 +235,15 @@ def scale_rule(config: Mapping[str, Any]) -> ScaleRule:
     if scale_fmt not in (None, "float32", "ue8m0"):
         raise ValueError(f"quantization_config.scale_fmt must be 'ue8m0' or absent, not {quoted(scale_fmt)}")
     return "power_of_2" if scale_fmt == "ue8m0" else "float32"
+
+
+def with_scales_as_announced(recipe: Recipe, config: Mapping[str, Any]) -> Recipe:
+    """Return a recipe whose weights have scales as those of a checkpoint, if its config.json announces powers of two.
+
+    Raises:
+        ValueError: it announces an unknown rule.
+    """
+    return recipe.with_weight_scale("power_of_2") if scale_rule(config) == "power_of_2" else recipe
 
 
 def with_quantization(

@@ -13,9 +13,11 @@ from octile.checkpoint.fp8_layout import (
     is_stored_in_fp8,
     quantize_weight,
     with_quantization,
+    with_scales_as_announced,
 )
 from octile.checkpoint.shards import Shards
 from octile.checkpoint.tensor_file import TensorSpec
+from octile.recipe import Recipe
 
 PROJECTIONS = [
     "model.layers.3.self_attn.q_a_proj.weight",
@@ -198,3 +200,14 @@ def test_scales_must_be_positive_numbers(tmp_path, value):
     save_file({"x": FP8, "x_scale_inv": scale}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=f"x_scale_inv must hold positive numbers, but {value} is in"):
         check_scale_values(Shards(tmp_path))
+
+
+@pytest.mark.parametrize(("scale_fmt", "scale"), [("ue8m0", "power_of_2"), ("float32", "float32"), (None, "float32")])
+def test_a_recipe_has_powers_of_two_if_they_are_announced(scale_fmt, scale):
+    found = with_scales_as_announced(Recipe.deepseek_v3(), {"quantization_config": {"scale_fmt": scale_fmt}})
+    assert found.formats.w.scale == scale
+
+
+def test_a_recipe_keeps_its_powers_of_two_if_none_are_announced():
+    recipe = Recipe.deepseek_v3().with_weight_scale("power_of_2")
+    assert with_scales_as_announced(recipe, {}) == recipe

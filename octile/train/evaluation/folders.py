@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from octile.checkpoint.fp8_layout import is_scale, scale_rule
+from octile.checkpoint.fp8_layout import is_scale, with_scales_as_announced
 from octile.checkpoint.hugging_face import OpenFolder, load, open_folder
 from octile.models.counts import count_parameters
 from octile.models.deepseek_v3 import DeepseekV3
@@ -103,8 +103,7 @@ class ModelFolder:
                 "not hold: per_tensor takes them from the tensors themselves"
             )
         apply_recipe(meta_model(self.model.config), recipe)
-        is_power_of_2 = scale_rule(self.model.config.extra) == "power_of_2"
-        return recipe.with_weight_scale("power_of_2") if is_power_of_2 else recipe
+        return with_scales_as_announced(recipe, self.model.config.extra)
 
     def check_packed(self, recipes: Iterable[Recipe]) -> None:
         """Refuse packed sequences where a recipe, or the model, does not know the borders of texts in them.

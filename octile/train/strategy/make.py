@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from octile.checkpoint.fp8_layout import scale_rule
+from octile.checkpoint.fp8_layout import with_scales_as_announced
 from octile.parallel.ranks import Ranks
 from octile.recipe import Recipe
 from octile.train.config import TrainConfig
@@ -22,8 +22,7 @@ def run_recipe(config: TrainConfig, recipe: Recipe | None = None) -> Recipe:
         config: the configuration of the run.
         recipe: a recipe without a name; the one that config names if not given.
     """
-    recipe = recipe or config.load_recipe()
-    return recipe.with_weight_scale("power_of_2") if scale_rule(config.model.extra) == "power_of_2" else recipe
+    return with_scales_as_announced(recipe or config.load_recipe(), config.model.extra)
 
 
 def make_strategy(config: TrainConfig, device: torch.device, recipe: Recipe, ranks: Ranks) -> Strategy:
