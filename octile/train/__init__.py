@@ -5,7 +5,8 @@ Each file and folder imports only what stands above it.
 config.py           `TrainConfig` and the presets, without torch
 source_digest.py    the version of the code, by which stores are reused and ranks compared
 data/               from text to batches of tokens
-optimizer.py        the optimizer that a configuration asks for
+model.py            the model that a configuration asks for: its recipe, and its shapes on the meta device
+optimizer.py        the optimizer that it asks for
 pipeline_layout.py  the pipeline that it asks for: its schedule, and the layers of its stages
 memory/             what a run needs of its device, and what it saves for the backward pass
 step/               a step on its device: launched, captured in CUDA graphs, and timed

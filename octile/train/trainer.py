@@ -40,6 +40,7 @@ from octile.train.config import TrainConfig
 from octile.train.data.batches import Batches, PreparedBatches, validation_windows
 from octile.train.data.token_store import TokenStore
 from octile.train.evaluation.evaluator import Evaluator
+from octile.train.model import run_recipe
 from octile.train.optimizer import make_optimizer
 from octile.train.state import TrainingState
 from octile.train.step.captured import CapturedStep
@@ -47,7 +48,7 @@ from octile.train.step.launched import COLLECT_EVERY, Launched, LaunchedSteps
 from octile.train.step.passes import Passes
 from octile.train.step.progress import Progress, batch_ramp
 from octile.train.step.skips import Skips
-from octile.train.strategy.make import make_strategy, run_recipe
+from octile.train.strategy.make import make_strategy
 
 AHEAD = COLLECT_EVERY  # batches that a thread prepares for a GPU; a CPU has no core to spare, and no memory
 

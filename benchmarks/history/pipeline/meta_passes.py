@@ -34,8 +34,8 @@ from octile.parallel.schedules import SENDS_IN_FLIGHT, ActionType, add_communica
 from octile.train.config import preset
 from octile.train.memory.cpu import LiveTensors
 from octile.train.memory.saved_activations import saving_activations
+from octile.train.model import run_recipe
 from octile.train.optimizer import make_optimizer
-from octile.train.strategy.make import run_recipe
 
 H100 = Chip(132, name="NVIDIA H100 80GB HBM3")
 MICRO_BATCHES, GIB = 16, 2**30

@@ -28,7 +28,6 @@ from octile.kernels import cpu
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.meta import meta_model
 from octile.models.stages import ModelStage, split_stages, with_stages
-from octile.nn.conversion import apply_recipe
 from octile.nn.moe import share_of_experts
 from octile.ops.attention import attention, attention_backward
 from octile.ops.grouped import grouped_matmul_nt, grouped_matmul_nt_out, grouped_wgrad, grouped_wgrad_out
@@ -42,6 +41,7 @@ from octile.optim.state import has_scales
 from octile.parallel.schedules import held_activations
 from octile.plan.muon import matrices as muon_matrices
 from octile.train.config import TrainConfig
+from octile.train.model import converted_meta_model
 from octile.train.optimizer import make_optimizer
 from octile.train.pipeline_layout import make_pipeline_schedule, pipeline_layers
 
@@ -116,13 +116,10 @@ def estimate_need(config: TrainConfig, ranks: Sequence[int] = (0,)) -> CpuNeed:
     """
     recipe, parallel, schedule = config.load_recipe(), config.parallel, make_pipeline_schedule(config)
     layers = 1 if schedule is None else pipeline_layers(config, schedule)
-    whole = share = meta_model(config.model)
+    whole = share = converted_meta_model(config, recipe)
     if parallel.ep > 1:
         with share_of_experts(0, parallel.ep):
-            share = meta_model(config.model)
-    apply_recipe(whole, recipe)  # which keeps the weights
-    if config.indexer_stage == "warm_up":
-        whole.warm_up_indexers(True)
+            share = meta_model(config.model)  # a recipe keeps the weights
     optimizer = make_optimizer(whole, whole, config.optim, recipe.optimizer)
     optimizer.step()  # without gradients; quantized weights are cached from the first step on
 

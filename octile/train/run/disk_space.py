@@ -11,9 +11,8 @@ from pathlib import Path
 from octile.checkpoint.files import check_space
 from octile.checkpoint.step_folders import finished_steps
 from octile.checkpoint.store import Store
-from octile.models.meta import meta_model
-from octile.nn.conversion import apply_recipe
 from octile.train.config import TrainConfig
+from octile.train.model import converted_meta_model
 from octile.train.optimizer import make_optimizer
 from octile.train.run.folder import RunFolder
 
@@ -53,10 +52,8 @@ def check_disk_space(config: TrainConfig, run: RunFolder, checkpoints: Store, do
 
 def count_bytes(config: TrainConfig) -> tuple[int, int]:
     """The fewest bytes of the tensors in a checkpoint of a run, and in the folder of its model, in FP8 or not."""
-    recipe, model = config.load_recipe(), meta_model(config.model)
-    apply_recipe(model, recipe)
-    if config.indexer_stage == "warm_up":
-        model.warm_up_indexers(True)
+    recipe = config.load_recipe()
+    model = converted_meta_model(config, recipe)
     weights = sum(p.nbytes for p in model.parameters())
     moments = make_optimizer(model, model, config.optim, recipe.optimizer).state_bytes()
     average = weights if config.optim.ema_decay else 0

@@ -18,16 +18,14 @@ from octile.kernels.cuda.gemm.cost_model import Chip
 from octile.kernels.cuda.gemm.num_sms import chip
 from octile.kernels.cuda.gemm.request import why_not_on
 from octile.kernels.planning import PlannedKernel
-from octile.models.meta import meta_model
-from octile.nn.conversion import apply_recipe
 from octile.ops.planning import planned_kernels
 from octile.recipe import Recipe
 from octile.train.config import TrainConfig
 from octile.train.memory.device import available_memory
 from octile.train.memory.saved_activations import can_save, saving_activations
+from octile.train.model import converted_meta_model, run_recipe
 from octile.train.pipeline_layout import held_share
 from octile.train.step.progress import batch_ramp
-from octile.train.strategy.make import run_recipe
 
 
 def compile_ahead(config: TrainConfig, device: torch.device, steps_done: int) -> KernelsAhead | None:
@@ -64,10 +62,7 @@ def plan_step(config: TrainConfig, recipe: Recipe, gpu: Chip, steps_done: int = 
         gpu: the GPU.
         steps_done: the steps that lie behind the run.
     """
-    model = meta_model(config.model)
-    apply_recipe(model, recipe)
-    if config.indexer_stage == "warm_up":
-        model.warm_up_indexers(True)
+    model = converted_meta_model(config, recipe)
     sequences = batch_ramp(config).size(steps_done) // (config.parallel.dp * config.micro_batches)
     tokens_BS = torch.empty(sequences, config.sequence_length, dtype=torch.int64, device="meta")
     with planned_kernels(gpu, recipe.compute) as kernels, suppress(Exception):

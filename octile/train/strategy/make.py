@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from octile.checkpoint.fp8_layout import with_scales_as_announced
 from octile.parallel.ranks import Ranks
 from octile.recipe import Recipe
 from octile.train.config import TrainConfig
@@ -13,16 +12,6 @@ from octile.train.strategy.pipelined import PipelinedStrategy
 from octile.train.strategy.rank_mesh import RankMesh
 from octile.train.strategy.sharded import ShardedStrategy
 from octile.train.strategy.single import Strategy
-
-
-def run_recipe(config: TrainConfig, recipe: Recipe | None = None) -> Recipe:
-    """The recipe of a run's model, whose weights have scales as those of the checkpoint that the run began with.
-
-    Args:
-        config: the configuration of the run.
-        recipe: a recipe without a name; the one that config names if not given.
-    """
-    return with_scales_as_announced(recipe or config.load_recipe(), config.model.extra)
 
 
 def make_strategy(config: TrainConfig, device: torch.device, recipe: Recipe, ranks: Ranks) -> Strategy:
