@@ -6,6 +6,7 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -79,17 +80,21 @@ def _computes_swiglu(module: nn.Module, kind: type[SwiGLU]) -> bool:
     tried = copy.copy(module)
     others = {name: copy.deepcopy(child) for name, child in module._modules.items() if name not in kind.fusable_layers}
     stand_ins = {name: layer(name, result) for name, result in zip(kind.fusable_layers, results, strict=True)}
-    tried.__dict__ |= {"_modules": others | stand_ins, "training": True}  # so that dropout shows
-    for child in others.values():
-        if child is not None:
-            child.train()
-    try:
-        with torch.no_grad():
-            found = type(module).forward(tried, x)
-    except Exception:  # of another library, and about the numbers that are tried here
-        return False
-    read = all(_equal(inputs.get(name), t) for name, t in zip(kind.fusable_layers, expected, strict=True))
-    return read and _equal(found, y)
+    for training in (True, False):  # in training dropout shows, and either mode may compute something else
+        inputs.clear()
+        tried.__dict__ |= {"_modules": others | stand_ins, "training": training}
+        for child in others.values():
+            if child is not None:
+                child.train(training)
+        try:
+            with torch.no_grad():
+                found = type(module).forward(tried, x)
+        except Exception:  # of another library, and about the numbers that are tried here
+            return False
+        read = all(_equal(inputs.get(name), t) for name, t in zip(kind.fusable_layers, expected, strict=True))
+        if not (read and _equal(found, y)):
+            return False
+    return True
 
 
 def called_on_one_input(module: nn.Module) -> list[str]:
@@ -222,9 +227,10 @@ def eps_of_rms_norm(module: nn.Module) -> str | None:
     scales = torch.tensor([0.0, 1e-3, 1.0, 100.0], device="cpu").view(2, 2, 1)
     x = torch.randn(2, 2, len(weight), generator=generator, device="cpu") * scales
     tried = copy.copy(module)
-    for dtype, rounding in ((torch.float32, 1e-5), (torch.bfloat16, 2.0**-6)):
+    roundings = ((torch.float32, 1e-5), (torch.bfloat16, 2.0**-6))
+    for (dtype, rounding), training in product(roundings, (True, False)):  # in training dropout shows
         drawn = torch.randn(len(weight), generator=generator, device="cpu").to(dtype)
-        tried.__dict__ |= {"_parameters": {"weight": drawn}, "training": True}  # so that dropout shows
+        tried.__dict__ |= {"_parameters": {"weight": drawn}, "training": training}
         try:
             with torch.no_grad():
                 found = type(module).forward(tried, x.to(dtype))

@@ -58,6 +58,11 @@ class Dropped(Layers):
         return self.down_proj(self.dropout(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
 
 
+class OtherInEvaluation(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if self.training else x.clamp(max=10.0))
+
+
 class Swapped(Layers):
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
@@ -106,8 +111,9 @@ def test_a_module_that_computes_swiglu_is_recognized(module: nn.Module, expected
 
 @pytest.mark.parametrize(
     "kind",
-    [Scaled, ScaledOutput, Clamped, Dropped, Swapped, OtherInput, TwoInputs, OwnParameter, Failing, Residual],
-)
+    [Scaled, ScaledOutput, Clamped, Dropped, OtherInEvaluation, Swapped, OtherInput, TwoInputs, OwnParameter, Failing,
+     Residual],
+)  # fmt: skip
 @pytest.mark.parametrize("training", [True, False])
 def test_a_module_that_computes_something_else_is_not(kind: type[Layers], training: bool):
     assert swiglu_class(kind().train(training)) is None
@@ -193,6 +199,11 @@ class NormOfAll(Norm):
         return self.weight * x * torch.rsqrt(x.pow(2).mean() + self.variance_epsilon)
 
 
+class OtherNormInEvaluation(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if self.training else x - x.mean(-1, keepdim=True))
+
+
 class InFloat32(Norm):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).float()
@@ -221,7 +232,9 @@ def test_what_computes_rms_norm_is_recognized(kind: type[Norm]):
 
 
 @pytest.mark.parametrize(
-    "kind", [OnePlusWeight, OtherEps, Centered, NormOfAll, InFloat32, Gated, WithBias, Broken], ids=lambda k: k.__name__
+    "kind",
+    [OnePlusWeight, OtherEps, Centered, NormOfAll, OtherNormInEvaluation, InFloat32, Gated, WithBias, Broken],
+    ids=lambda k: k.__name__,
 )
 def test_what_only_looks_like_rms_norm_is_not_recognized(kind: type[Norm]):
     assert eps_of_rms_norm(kind()) is None
