@@ -31,7 +31,7 @@ class ScaledTensor:
         scale: float32 [..., ⌈M/R⌉, ⌈K/C⌉].
         block: extents (R, C) of a block.
 
-    It is a dataclass and a pytree, so it passes through `torch.compile`, `torch.save` and `torch.load` with
+    It is a dataclass and a pytree, so it passes through `torch.compile`, `pickle`, `torch.save` and `torch.load` with
     `weights_only=True`, and can be a value of a `state_dict`. Before `torch.load`, import the class
     (`from octile import ScaledTensor`): `import octile` alone does not register it.
     """
@@ -130,6 +130,14 @@ class ScaledTensor:
         matmul_ops.check_operand(name, data, scale, block, ndim=data.dim())
         return cls(data, scale, block)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what pickle stores: the data as bytes, since torch does not unpickle 8-bit floats (torch 2.13)."""
+        return self.__dict__ | {"data": self.data.view(torch.uint8), "dtype": self.data.dtype}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        dtype = state.pop("dtype")
+        self.__dict__.update(state, data=state["data"].view(dtype))
+
     def __repr__(self) -> str:
         rows, cols = self.block
         size = f"{self.nbytes / max(self.shape.numel(), 1):.3f} bytes a value"
@@ -160,7 +168,7 @@ def quantize(
 
     A block of zeros gives zeros and scale 1. A NaN or an Inf makes its whole block NaN. No other value becomes NaN, and
     none saturates: the amax of a block becomes the largest value of the format, or, with power-of-two scales, which are
-    rounded up, at least half of it.
+    rounded up, at least half of it. Below fmt.max · 2⁻¹²⁶ it becomes less, since scales are at least 2⁻¹²⁶.
 
     Args:
         x: [..., M, K], float32, bfloat16 or float16.
@@ -172,7 +180,8 @@ def quantize(
     The result has no gradient; octile.nn.Linear trains in FP8.
 
     Raises:
-        TypeError: x is not a tensor or has another dtype, block is not a pair, or fmt is not a format.
+        TypeError: x is not a tensor or has another dtype, block is not a pair of integers or None, or fmt is not a
+            format.
         ValueError: x is not a matrix, or block, fmt or scale is not one of these.
 
     Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.2.
@@ -185,7 +194,7 @@ def quantize(
         raise ValueError(f"scale must be 'float32' or 'power_of_2', not {scale!r}")
     if not isinstance(block, tuple | list) or len(block) != 2:
         raise TypeError(f"block must be two extents (rows, columns), not {block!r}")
-    if not all(extent is None or isinstance(extent, int) for extent in block):
+    if not all(extent is None or (isinstance(extent, int) and not isinstance(extent, bool)) for extent in block):
         raise TypeError(f"block's extents must be integers or None, not {block!r}")
     if not isinstance(fmt, FloatFormat | IntFormat):
         raise TypeError(f"fmt must be a format such as octile.E4M3, not {fmt!r}")
@@ -201,8 +210,14 @@ def resolve(block: tuple[Extent, Extent], shape: torch.Size | tuple[int, ...]) -
 
 
 def dequantize(q: ScaledTensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the values data × scale, [..., M, K], multiplied in FP32 and rounded to dtype."""
+    """Return the values data × scale, [..., M, K], multiplied in FP32 and rounded to dtype.
+
+    Raises:
+        TypeError: q is not a ScaledTensor, or dtype is not float32, bfloat16 or float16.
+    """
     data, scale, block = _parts("q", q)
+    if dtype not in quantize_ops.INPUT_DTYPES:
+        raise TypeError(f"dtype must be float32, bfloat16 or float16, not {dtype}")
     return quantize_ops.dequantize(data, scale, *block, dtype)
 
 
@@ -228,7 +243,8 @@ def matmul_nt(
     if out is None:
         if accumulate:
             raise ValueError("accumulate=True needs out, the tensor to add to")
-        return matmul_ops.matmul_nt(*_parts("a", a), *_parts("b", b), out_dtype or torch.bfloat16)
+        out_dtype = _checked_out_dtype(torch.bfloat16 if out_dtype is None else out_dtype)
+        return matmul_ops.matmul_nt(*_parts("a", a), *_parts("b", b), out_dtype)
     check_tensor("out", out)
     if out_dtype not in (None, out.dtype):
         raise TypeError(f"out_dtype is {out_dtype} but out is {out.dtype}")
@@ -252,7 +268,7 @@ def grouped_matmul_nt(
         TypeError: a or b is not a ScaledTensor or has another format, offs is not int32, or out_dtype is another.
         ValueError: a shape or device does not match; or, on a CPU, offs decreases or exceeds T.
     """
-    return grouped_ops.grouped_matmul_nt(*_parts("a", a), *_parts("b", b), offs, out_dtype)
+    return grouped_ops.grouped_matmul_nt(*_parts("a", a), *_parts("b", b), offs, _checked_out_dtype(out_dtype))
 
 
 def masked_grouped_matmul_nt(
@@ -277,6 +293,7 @@ def masked_grouped_matmul_nt(
         TypeError: a or b is not a ScaledTensor or has another format, counts is not int32, or out_dtype is another.
         ValueError: a shape or device does not match; or, on a CPU, a count is not from 0 to M.
     """
+    out_dtype = _checked_out_dtype(out_dtype)
     return grouped_ops.masked_grouped_matmul_nt(*_parts("a", a), *_parts("b", b), counts, out_dtype, expected_rows)
 
 
@@ -336,7 +353,8 @@ def grouped_wgrad(
     if out is None:
         if accumulate:
             raise ValueError("accumulate=True needs out, the tensor to add to")
-        return grouped_ops.grouped_wgrad(*_parts("dy", dy), *_parts("x", x), offs, out_dtype or torch.float32)
+        out_dtype = _checked_out_dtype(torch.float32 if out_dtype is None else out_dtype)
+        return grouped_ops.grouped_wgrad(*_parts("dy", dy), *_parts("x", x), offs, out_dtype)
     check_tensor("out", out)
     if out_dtype not in (None, out.dtype):
         raise TypeError(f"out_dtype is {out_dtype} but out is {out.dtype}")
@@ -348,3 +366,10 @@ def _parts(name: str, q: ScaledTensor) -> tuple[Any, Any, Any]:
     if not isinstance(q, ScaledTensor):
         raise TypeError(f"{name} must be a ScaledTensor, as octile.quantize returns, not {type(q).__name__}")
     return q.data, q.scale, q.block
+
+
+def _checked_out_dtype(out_dtype: torch.dtype) -> torch.dtype:
+    """Return out_dtype, after a check that it is a dtype: torch's dispatcher asks for an integer where it is not."""
+    if not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"out_dtype must be bfloat16 or float32, not {out_dtype!r}")
+    return out_dtype

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 import warnings
 
 import numpy as np
@@ -220,6 +221,17 @@ def test_it_is_saved_and_loaded_without_arbitrary_pickles(fmt):
     assert_same(torch.load(file, weights_only=True)["w"], q)
 
 
+@every_format
+def test_it_is_pickled(fmt):
+    q = quantize(matrix(5, 130), (2, 128), fmt)
+    assert_same(pickle.loads(pickle.dumps(q)), q)
+
+
+def test_a_transposed_view_is_pickled():
+    q = quantize(matrix(5, 130)).mT
+    assert_same(pickle.loads(pickle.dumps(q)), q)
+
+
 def test_a_fresh_process_loads_it_once_it_has_named_the_class(tmp_path):
     torch.save({"w": quantize(matrix(5, 130))}, tmp_path / "w.pt")
     program = (
@@ -433,7 +445,7 @@ def test_a_block_is_two_extents(block):
         quantize(torch.zeros(2, 2), block)
 
 
-@pytest.mark.parametrize("block", [("a", 128), (1, 128.0)], ids=str)
+@pytest.mark.parametrize("block", [("a", 128), (1, 128.0), (True, 128)], ids=str)
 def test_extents_are_whole_numbers(block):
     with pytest.raises(TypeError, match="block's extents must be integers or None, not"):
         quantize(torch.zeros(2, 2), block)
@@ -442,6 +454,19 @@ def test_extents_are_whole_numbers(block):
 def test_a_list_is_refused():
     with pytest.raises(TypeError, match=r"x must be a torch\.Tensor, not list"):
         quantize([[1.0, 2.0]])
+
+
+def test_a_dtype_that_values_do_not_have_is_refused():
+    with pytest.raises(TypeError, match=r"dtype must be float32, bfloat16 or float16, not torch\.float64"):
+        dequantize(quantize(torch.ones(2, 2)), torch.float64)
+
+
+@pytest.mark.parametrize("gemm", [grouped_matmul_nt, grouped_wgrad, masked_grouped_matmul_nt, matmul_nt])
+def test_the_name_of_a_dtype_is_refused(gemm):
+    x, offs = quantize(torch.ones(2, 2, 2)), torch.tensor([1, 2], dtype=torch.int32)
+    sizes = () if gemm is matmul_nt else (offs,)
+    with pytest.raises(TypeError, match="out_dtype must be bfloat16 or float32, not 'float32'"):
+        gemm(x, x, *sizes, out_dtype="float32")
 
 
 def test_a_quantized_parameter_is_ordinary_data(tmp_path):
