@@ -80,8 +80,8 @@ def convert(
         (`octile.nn.conversion_summary.ConversionSummary`), among them the shares of the parameters and of the FLOPs.
 
     Raises:
-        TypeError: model is not a torch.nn.Module or has a weight in float64, recipe is not a Recipe, or keep not a list
-            of patterns.
+        TypeError: model is not a torch.nn.Module or has a weight in float64, recipe is not a Recipe, filter not a
+            function, or keep not a list of patterns.
         ValueError: no layer would be converted; a pattern of keep matches none, or single layers of experts that would
             be converted; an exception of the recipe matches no converted layer; or a parameter is a DTensor, as after
             `fully_shard`.
@@ -114,6 +114,8 @@ def apply_recipe(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     check_recipe(recipe)
+    if filter is not None and not callable(filter):
+        raise TypeError(f"filter must be a function of a layer's name and module, not {filter!r}: keep takes patterns")
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "device_mesh"):
             raise ValueError(

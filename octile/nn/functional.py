@@ -22,6 +22,7 @@ from octile.nn.fused.shared_quantization import shared_by_layers
 from octile.nn.main_grad import check_main_grad
 from octile.nn.weight_cache import can_cache
 from octile.ops.matmul import check_sizes
+from octile.ops.operator import check_tensor
 from octile.ops.quantize import INPUT_DTYPES
 from octile.recipe import GEMMS, Recipe
 
@@ -132,6 +133,7 @@ def _cached_and_dgrad(x: Tensor, weight: Tensor, recipe: Recipe) -> tuple[bool, 
 def _check(x: Tensor, weight: Tensor, recipe: Recipe | None, history: AmaxHistory | None, weight_dims: int) -> None:
     check_operands(x, weight)
     for name, t in (("x", x), ("weight", weight)):
+        check_tensor(name, t)
         if t.dtype not in INPUT_DTYPES:
             raise TypeError(f"{name} must be float32, bfloat16 or float16, not {t.dtype}")
     if weight.dim() != weight_dims:

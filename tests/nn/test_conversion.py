@@ -351,6 +351,11 @@ def test_what_is_no_recipe_is_refused_with_what_would_be(recipe, see):
         convert(Block(), recipe)
 
 
+def test_a_pattern_in_place_of_a_filter_is_refused():
+    with pytest.raises(TypeError, match=r"filter must be a function .*, not '\*\.up': keep takes patterns"):
+        convert(nn.Sequential(nn.Linear(4, 4)), filter="*.up")
+
+
 def test_a_pattern_that_matches_no_layer_is_refused_before_any_change():
     model = Block()
     with pytest.raises(ValueError, match=r"keep has 'layers\.2', which matches no layer that .*, such as layers\.0\.0"):

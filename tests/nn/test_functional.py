@@ -544,8 +544,9 @@ def meta(*shape: int) -> Tensor:
         (torch.zeros(4, 5).double(), torch.zeros(2, 5), TypeError, r"x must be float32, .* not torch\.float64"),
         (torch.zeros(4, 5), torch.zeros(2, 5).int(), TypeError, r"weight must be float32, .* not torch\.int32"),
         (torch.zeros(4, 5), meta(2, 5), ValueError, "x is on cpu but weight on meta"),
+        ([0.0] * 5, torch.zeros(2, 5), TypeError, "x must be a tensor, not list"),
     ],
-    ids=["K", "0-D", "1-D weight", "dtype of x", "dtype of weight", "device"],
+    ids=["K", "0-D", "1-D weight", "dtype of x", "dtype of weight", "device", "list"],
 )
 @pytest.mark.parametrize("recipe", [Recipe.deepseek_v3(), Recipe.bf16()], ids=lambda recipe: recipe.name)
 def test_operands_that_do_not_fit_are_refused(recipe, x, weight, error, message):

@@ -147,6 +147,8 @@ def _operand(name: str, pair: Pair, block: Block, ndim: int) -> ConvertedOperand
         raise TypeError(f"{name} must be float8_e4m3fn, not {data.dtype}; FP4 (two values in an int8) is not supported")
     if data.dim() != ndim:
         raise ValueError(f"{name} must have {ndim} dimensions, not the shape {tuple(data.shape)}")
+    if scale.dtype not in (torch.float32, torch.int32):
+        raise TypeError(f"{name}'s scale must be float32, or int32 (packed UE8M0), not {scale.dtype}")
     if scale.dtype == torch.int32:
         if block[0] != 1:
             raise ValueError(f"{name}'s packed scales must be one per row, not one per {block[0]} rows")

@@ -135,7 +135,11 @@ REFUSED = {
     "FP4": ({"b": lambda b: (b[0].view(torch.int8), b[1])}, TypeError, "b must be float8_e4m3fn, not torch.int8"),
     "K": ({"b": lambda b: blocks_128(N, K + 1)}, ValueError, "a and b must agree in K"),
     "scales": ({"a": lambda a: (a[0], a[1][:, :2])}, ValueError, r"a's scale must be \(37, 3\)"),
-    "scales' dtype": ({"a": lambda a: (a[0], a[1].double())}, TypeError, "a's scale must be float32"),
+    "scales' dtype": (
+        {"a": lambda a: (a[0], a[1].double())},
+        TypeError,
+        r"a's scale must be float32, or int32 \(packed UE8M0\), not torch.float64",
+    ),
     "packed blocks_128": (
         {"b": lambda b: (b[0], b[1].int())},
         ValueError,
