@@ -1,4 +1,4 @@
-"""`torch.export` and `torch.compile` with shapes that change, and transforms of `torch.func`."""
+"""`torch.export`, `torch.compile` with shapes that change, transforms of `torch.func`, and torch's counter of FLOPs."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaForCausalLM
 
 from octile.nn import MLP
@@ -138,3 +139,11 @@ def test_transforms_of_torch_func_are_refused(name: str, transform: Callable):
     parameters = {key: p[None] if transform is torch.func.vmap else p for key, p in model.named_parameters()}
     with pytest.raises(NotImplementedError, match=r"inside a transform of torch\.func"):
         transform(lambda p: torch.func.functional_call(model, p, (x,)).sum())(parameters)
+
+
+def test_torch_counts_no_flops_of_quantized_layers():
+    model = nn.Sequential(nn.Linear(128, 200), nn.Linear(200, 100))
+    apply_recipe(model, keep=["1"])
+    with FlopCounterMode(display=False) as counter:
+        model(values(6))
+    assert counter.get_total_flops() == 2 * 6 * 200 * 100  # those of the layer that was left out
