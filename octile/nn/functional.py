@@ -100,6 +100,7 @@ def grouped_linear(
     _check(x_TK, weight_GNK, recipe, history, weight_dims=3)
     if x_TK.dim() != 2:
         raise ValueError(f"x must be [T, K], not {list(x_TK.shape)}")
+    check_tensor("offs", offs)
     check_sizes("offs", offs, len(weight_GNK), x_TK.device)
     out_dtype = result_dtype(x_TK)
     if recipe is None or _is_high_precision(recipe):

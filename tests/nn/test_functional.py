@@ -594,6 +594,11 @@ def test_offsets_of_experts_are_int32(recipe, x, w_GNK, offs):
         grouped_linear(x, w_GNK, offs.long(), recipe)
 
 
+def test_offsets_of_experts_are_a_tensor(x, w_GNK, offs):
+    with pytest.raises(TypeError, match="offs must be a tensor, not list"):
+        grouped_linear(x, w_GNK, offs.tolist(), Recipe.deepseek_v3())
+
+
 def test_a_second_derivative_is_refused(x, w):
     y = linear(x, w, None, Recipe.deepseek_v3()).square().sum()
     with pytest.raises(RuntimeError, match="has no second derivative"):
