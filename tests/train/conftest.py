@@ -22,6 +22,7 @@ from octile.train.compare import compare
 from octile.train.config import OptimConfig, TrainConfig
 from octile.train.data.prepare import prepare
 from octile.train.data.token_store import TokenStore
+from octile.train.evaluation.evaluator import Evaluator
 from octile.train.memory import check
 from octile.train.memory import cpu as memory
 from octile.train.memory.cpu import CpuNeed
@@ -77,7 +78,11 @@ def every_recipe(
 
 
 def write_no_report(patch: pytest.MonkeyPatch) -> None:
-    """Have runs and comparisons write no pictures and no sample, which take longer than their steps."""
+    """Have runs and comparisons write no pictures and no sample, and count no scales of tiles.
+
+    Pictures and a sample take longer than their steps, and the scales of each validation as long as two steps.
+    """
+    patch.setattr(Evaluator, "tile_scales", lambda self: {})
     patch.setattr(results, "write_run_report", lambda folder: folder / "report.html")
     patch.setattr(results, "sample_text", lambda *_: "")
     patch.setattr(compare, "write_compare_report", lambda folder, result: folder / "report.html")
@@ -127,7 +132,7 @@ def estimated_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def no_report() -> Iterator[pytest.MonkeyPatch]:
-    """Have a test's runs write no report and no sample; `undo` has them written."""
+    """Have a test's runs write no report and no sample, and count no scales of tiles; `undo` has them do so."""
     with pytest.MonkeyPatch.context() as patch:
         write_no_report(patch)
         yield patch

@@ -55,7 +55,9 @@ def final_state(run: Path) -> dict[str, torch.Tensor]:
 def finished(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "run"
     screen = silent_console()
-    train(micro(data=str(text), out=out), False, screen)
+    with pytest.MonkeyPatch.context() as patch:
+        draw_no_figures(patch)
+        train(micro(data=str(text), out=out), False, screen)
     return out, screen
 
 
@@ -133,6 +135,10 @@ def test_every_step_is_in_the_metrics(finished):
 
 def test_the_held_out_loss_is_measured_regularly_and_at_the_end(finished):
     assert list(metrics(finished[0], "val_loss")) == [3, 6]
+
+
+def test_the_scales_of_tiles_are_counted_with_each_held_out_loss(finished):
+    assert list(metrics(finished[0], "tile_scales")) == [3, 6]
 
 
 def test_quantized_weights_are_saved_in_fp8(finished):
@@ -443,7 +449,8 @@ def test_an_observer_is_entered_around_training_steps_only(text, tmp_path):
 
         return observe_step
 
-    train(micro(data=str(text), out=tmp_path / "run", validate_every=1, steps=3), False, silent_console(), observer)
+    config = micro(data=str(text), out=tmp_path / "run", validate_every=1, steps=3)
+    train(config, False, silent_console(), observer)
     assert observed == [(1, 0, 1), (2, 1, 2), (3, 2, 3)]
     assert validated == [False, False, False]  # a step's validation comes after it
 
@@ -646,7 +653,7 @@ def test_a_second_signal_of_another_kind_ends_a_run_within_a_step(text, tmp_path
 @pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_losses_and_weights(finished, text, tmp_path):
     straight, killed = finished[0], tmp_path / "killed"
-    process = begin(text, killed)
+    process = begin(text, killed, recipe="deepseek_v3")
     wait_for_step(killed, 3, process)
     process.kill()
     process.join()
@@ -664,7 +671,7 @@ RULES = '[[rule]]\nwhen = "flushed >= 0%"\nthen = "bf16"\nproduct = "wgrad"\nlay
 def test_the_printed_command_continues_a_run_with_guards_to_the_same_weights(text, tmp_path):
     straight, stopped, rules = tmp_path / "straight", tmp_path / "it's stopped", tmp_path / "rules.toml"
     rules.write_text(RULES, encoding="utf-8")
-    guarded = {"telemetry_every": 2, "telemetry_layers": "*.down_proj", "guards": rules}  # fires at step 4
+    guarded = {"telemetry_every": 2, "telemetry_layers": "*.down_proj", "guards": rules, "recipe": "deepseek_v3"}
     process = begin(text, stopped, **guarded)
     wait_for_step(stopped, 2, process)
     os.kill(process.pid, signal.SIGTERM)

@@ -98,7 +98,8 @@ def test_the_loss_falls_under_every_recipe(new_trainer, recipe):
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "deepseek_v3"])
-def test_gemms_add_their_partial_sums_in_float32_in_training_and_validation(new_trainer, recipe):
+def test_gemms_add_their_partial_sums_in_float32_in_training_and_validation(new_trainer, no_report, recipe):
+    no_report.undo()
     trainer, seen = new_trainer(recipe=recipe), []
     before = {name: getattr(torch.backends.cuda.matmul, name) for name in REDUCED_PRECISION}
 
@@ -380,7 +381,8 @@ def test_a_loss_scale_that_overflows_skips_the_step_and_backs_off(new_trainer):
 
 @pytest.mark.one_case
 @every_recipe(further=STATELESS_RECIPES)
-def test_validation_and_diagnostics_change_nothing(new_trainer, recipe):
+def test_validation_and_diagnostics_change_nothing(new_trainer, no_report, recipe):
+    no_report.undo()
     observed, unobserved = new_trainer(recipe=recipe), new_trainer(recipe=recipe)
     observed.step()
     unobserved.step()
@@ -389,7 +391,8 @@ def test_validation_and_diagnostics_change_nothing(new_trainer, recipe):
     assert observed.step()["loss"] == unobserved.step()["loss"]
 
 
-def test_tile_scales_are_counted_for_all_three_operands(new_trainer):
+def test_tile_scales_are_counted_for_all_three_operands(new_trainer, no_report):
+    no_report.undo()
     assert set(new_trainer().evaluator.tile_scales()) == {"x", "w", "dy"}
 
 
