@@ -37,7 +37,7 @@ from octile.train.run.tokens import prepare_tokens, print_passes
 from octile.train.strategy.single import Strategy
 from octile.train.trainer import Trainer
 from tests.report.conftest import draw_no_figures
-from tests.train.conftest import MICRO, micro, silent_console, write_no_report
+from tests.train.conftest import MICRO, micro, micro_bf16, silent_console, write_no_report
 from tests.train.run import own_process
 from tests.worlds import begin_ranks
 
@@ -82,7 +82,7 @@ def test_a_run_writes(finished, name):
 
 def test_the_last_step_is_saved_when_it_is_no_multiple_of_the_interval(text, tmp_path):
     out = tmp_path / "run"
-    train(micro(data=str(text), out=out, steps=3, checkpoint_every=2), False, silent_console())
+    train(micro_bf16(data=str(text), out=out, steps=3, checkpoint_every=2), False, silent_console())
     assert latest_checkpoint(out / "checkpoints").name == "step_00000003"
 
 
@@ -109,7 +109,7 @@ def test_kernels_are_compiled_ahead_until_the_run_ends(text, tmp_path, monkeypat
     monkeypatch.setattr(loop, "compile_ahead", lambda *arguments: begun.append(arguments) or kernels)
     if fails:
         monkeypatch.setattr(loop, "build", lambda *arguments: 1 / 0)
-    config = micro(data=str(text), out=tmp_path / "run", steps=1)
+    config = micro_bf16(data=str(text), out=tmp_path / "run", steps=1)
     with pytest.raises(ZeroDivisionError) if fails else nullcontext():
         train(config, False, screen)
     [(config_of_run, device, steps_done)] = begun
@@ -121,7 +121,7 @@ def test_kernels_are_compiled_ahead_until_the_run_ends(text, tmp_path, monkeypat
 @pytest.mark.parametrize(("steps", "is_said"), [(100, False), (5000, True)])
 def test_a_run_that_reads_its_text_often_says_so_before_it_starts(text, tmp_path, steps, is_said):
     screen = silent_console()
-    config = micro(data=str(text), steps=steps)
+    config = micro_bf16(data=str(text), steps=steps)
     store = prepare_tokens(config, tmp_path, silent_console())
     print_passes(config, store, screen)
     said = re.findall(r"tokens of text ([\d.]+) times.* \((--tokens \d+)\)", screen.console.file.getvalue())
@@ -203,7 +203,7 @@ def run_of_two_steps(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("two") / "run"
     with pytest.MonkeyPatch.context() as patch:
         write_no_report(patch)
-        train(micro(data=str(text), out=out, steps=2), False, silent_console())
+        train(micro_bf16(data=str(text), out=out, steps=2), False, silent_console())
     return out
 
 
@@ -223,7 +223,7 @@ def resume(run: Path, **changes) -> str:
 @pytest.mark.slow
 def test_a_resumed_run_prints_the_settings_that_it_takes_from_its_folder(half):
     line = " ".join(resume(half).partition("settings from ")[2].split())
-    assert line.startswith(f"{half / 'config.json'}: preset tiny, recipe deepseek_v3, seed 0, data ")
+    assert line.startswith(f"{half / 'config.json'}: preset tiny, recipe bf16, seed 0, data ")
     assert "steps 2, checkpoint_every 2" in line
     assert "optim.lr 0.003" in line
 
@@ -258,7 +258,7 @@ def killed_runs(text, tmp_path_factory):
             patch.setattr(Trainer, "launch", lambda self: launch(self) if self.steps_done < step else 1 / 0)
             write_no_report(patch)
             with pytest.raises(ZeroDivisionError):
-                train(micro(data=str(text), out=out, steps=4), False, silent_console())
+                train(micro_bf16(data=str(text), out=out, steps=4), False, silent_console())
         return out
 
     return run_until
@@ -339,7 +339,7 @@ def test_a_file_where_a_run_needs_a_folder_is_refused_before_any_work(text, tmp_
         f"^out {str(out)!r} has a file {name!r}, where the run needs a folder: move it away, or choose another --out"
     )
     with pytest.raises(NotADirectoryError, match=message):
-        train(micro(data=str(text), out=out), False, screen)
+        train(micro_bf16(data=str(text), out=out), False, screen)
     assert screen.console.file.getvalue() == ""
     assert [path.name for path in out.iterdir()] == [name]
 
@@ -407,7 +407,7 @@ def test_undamaged_measurements_are_not_reported(half):
 def test_resuming_with_other_tokens_is_refused(text, tmp_path):
     source, out = tmp_path / "text", tmp_path / "run"
     shutil.copytree(text, source)
-    config = micro(data=str(source), out=out, steps=2)
+    config = micro_bf16(data=str(source), out=out, steps=2)
     train(config, False, silent_console())
     (source / "argparse.txt").write_text((source / "argparse.txt").read_text() * 2)
     shutil.rmtree(out / "data")
@@ -418,7 +418,7 @@ def test_resuming_with_other_tokens_is_refused(text, tmp_path):
 @pytest.mark.slow
 def test_too_little_held_out_text_is_reported(text, tmp_path):
     screen = silent_console()
-    train(micro(data=str(text), out=tmp_path / "run", steps=1, val_sequences=100_000), False, screen)
+    train(micro_bf16(data=str(text), out=tmp_path / "run", steps=1, val_sequences=100_000), False, screen)
     shown = " ".join(screen.console.file.getvalue().split())
     assert "val_sequences is 100,000, but so little text is held out" in shown
 
@@ -429,7 +429,7 @@ def test_a_single_held_out_document_is_in_the_singular(text, tmp_path):
     whole = (text / "argparse.txt").read_text()
     (source / "most.txt").write_text(whole[9000:])
     (source / "part.txt").write_text(whole[:9000])
-    run = RunFolder(train(micro(data=str(source), out=tmp_path / "run", steps=1), False, silent_console()))
+    run = RunFolder(train(micro_bf16(data=str(source), out=tmp_path / "run", steps=1), False, silent_console()))
     held_out = json.loads(run.summary_file.read_text())["held_out_text"]
     assert re.fullmatch(r"[\d,]+ tokens in 1 document", held_out)
 
@@ -449,7 +449,7 @@ def test_an_observer_is_entered_around_training_steps_only(text, tmp_path):
 
         return observe_step
 
-    config = micro(data=str(text), out=tmp_path / "run", validate_every=1, steps=3)
+    config = micro_bf16(data=str(text), out=tmp_path / "run", validate_every=1, steps=3)
     train(config, False, silent_console(), observer)
     assert observed == [(1, 0, 1), (2, 1, 2), (3, 2, 3)]
     assert validated == [False, False, False]  # a step's validation comes after it
@@ -457,11 +457,11 @@ def test_an_observer_is_entered_around_training_steps_only(text, tmp_path):
 
 def test_resuming_without_a_run_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no run"):
-        train(micro(out=tmp_path / "nothing"), True, silent_console())
+        train(micro_bf16(out=tmp_path / "nothing"), True, silent_console())
 
 
 def test_a_vocabulary_larger_than_the_models_is_refused(text, tmp_path, monkeypatch):
-    config = micro(data=str(text), out=tmp_path / "run")
+    config = micro_bf16(data=str(text), out=tmp_path / "run")
     store = prepare_tokens(config, tmp_path / "data", silent_console())
     small = dataclasses.replace(config, model=dataclasses.replace(MICRO, vocab_size=300))
     with pytest.raises(ValueError, match="the data has 320 tokens, the model's vocab_size is 300"):
@@ -482,7 +482,7 @@ def train_until_the_disk_is_full(text, monkeypatch, full_disk):
 
         monkeypatch.setattr(Trainer, "launch", fill)
         with pytest.raises(OSError, match="No space left") as full:
-            train(micro(data=str(text), out=out), False, silent_console())
+            train(micro_bf16(data=str(text), out=out), False, silent_console())
         return full.value.__notes__
 
     return train_until_full
@@ -508,7 +508,7 @@ def test_a_failed_gpu_names_the_command_that_continues(text, tmp_path, monkeypat
     monkeypatch.setattr(Trainer, "launch", fail)
     out = tmp_path / "run"
     with pytest.raises(torch.AcceleratorError) as failed:
-        train(micro(data=str(text), out=out), False, silent_console())
+        train(micro_bf16(data=str(text), out=out), False, silent_console())
     assert failed.value.__notes__ == [f"to continue from the last checkpoint: octile train --resume --out {out}"]
 
 
@@ -523,7 +523,7 @@ def test_a_disk_that_is_full_before_the_first_checkpoint_names_the_command_that_
 def test_a_prompt_that_does_not_fit_the_context_is_refused_before_training(text, tmp_path):
     out = tmp_path / "run"
     with pytest.raises(ValueError, match="fill the model's context of 128"):
-        train(micro(data=str(text), out=out, prompt="def " * 200), False, silent_console())
+        train(micro_bf16(data=str(text), out=out, prompt="def " * 200), False, silent_console())
     assert not (out / "config.json").exists()
 
 
@@ -539,10 +539,10 @@ def test_a_first_step_that_fails_does_not_block_the_run_folder(text, tmp_path, m
 
     monkeypatch.setattr(Trainer, "launch", fail)
     with pytest.raises(ValueError, match="cannot be computed"):
-        train(micro(data=str(text), out=out), False, silent_console())
+        train(micro_bf16(data=str(text), out=out), False, silent_console())
     assert {path.name for path in out.iterdir()} <= {".lock", "data"}
     monkeypatch.setattr(Trainer, "launch", launch)
-    train(micro(data=str(text), out=out, steps=1), False, silent_console())
+    train(micro_bf16(data=str(text), out=out, steps=1), False, silent_console())
     assert list(metrics(out, "loss")) == [1]
 
 
@@ -550,7 +550,7 @@ def test_a_later_step_that_fails_leaves_the_run(text, tmp_path, monkeypatch):
     out, launch = tmp_path / "run", Trainer.launch
     monkeypatch.setattr(Trainer, "launch", lambda self: launch(self) if self.steps_done < 2 else 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        train(micro(data=str(text), out=out), False, silent_console())
+        train(micro_bf16(data=str(text), out=out), False, silent_console())
     assert list(metrics(out, "loss")) == [1, 2]
     assert RunFolder.open(out).read_config().steps == 6
 
@@ -570,7 +570,7 @@ def stopped(text, tmp_path_factory):
         patch.setattr(Trainer, "launch", break_after_3)
         draw_no_figures(patch)
         with pytest.raises(FloatingPointError, match=r"loss is nan at step 4.*model\.norm\.weight"):
-            train(micro(data=str(text), out=out), False, silent_console())
+            train(micro_bf16(data=str(text), out=out), False, silent_console())
     return out
 
 
@@ -595,7 +595,7 @@ def test_the_report_of_a_run_that_went_on_after_a_nan_does_not_say_that_it_stopp
 
 def options(text: Path, out: Path, **changes) -> list[str]:
     """The options with which `octile train` trains the micro model with `changes`."""
-    config, given = micro(data=str(text), **changes), ["--out", str(out)]
+    config, given = micro_bf16(data=str(text), **changes), ["--out", str(out)]
     for path, value in _differences(config, TrainConfig()):
         given += [f"--{path.replace('_', '-')}", *map(str, value if isinstance(value, tuple) else (value,))]
     return given
@@ -696,7 +696,7 @@ def test_a_signal_before_the_first_step_says_to_start_again(text, tmp_path, monk
 
     monkeypatch.setattr("octile.train.run.tokens.prepare", interrupted)
     with pytest.raises(Stopped, match=r"without --resume; it prepares the data anew$") as stopped:
-        train(micro(data=str(text), out=tmp_path / "run"), False, silent_console())
+        train(micro_bf16(data=str(text), out=tmp_path / "run"), False, silent_console())
     assert stopped.value.exit_code == code
     assert not (tmp_path / "run").exists()
 
@@ -706,7 +706,7 @@ def test_a_run_that_is_stopped_after_its_data_is_prepared_begins_with_it(text, t
     def interrupted(*arguments, **options):
         raise Terminated
 
-    config = micro(data=str(text), out=tmp_path / "run")
+    config = micro_bf16(data=str(text), out=tmp_path / "run")
     with monkeypatch.context() as patch:
         patch.setattr("octile.train.loop.build", interrupted)
         with pytest.raises(Stopped, match=r"start the same command again, without --resume$"):
@@ -724,7 +724,7 @@ def test_a_second_signal_during_a_step_says_how_to_continue(text, tmp_path, monk
     with pytest.raises(
         Stopped, match=f"before the first checkpoint; to start again: octile train --resume --out {out}"
     ):
-        train(micro(data=str(text), out=out), False, silent_console())
+        train(micro_bf16(data=str(text), out=out), False, silent_console())
 
 
 def test_a_second_signal_while_the_store_does_not_answer_says_that_it_is_unknown_what_is_saved(
@@ -744,7 +744,7 @@ def test_a_second_signal_while_the_store_does_not_answer_says_that_it_is_unknown
         match=f"{out}/checkpoints cannot be read now, so that it is unknown whether there is a checkpoint; to continue "
         f"from the last one, or to start again: octile train --resume --out {out}",
     ):
-        train(micro(data=str(text), out=out), False, silent_console())
+        train(micro_bf16(data=str(text), out=out), False, silent_console())
 
 
 def test_a_lost_rank_while_the_store_does_not_answer_says_that_it_is_unknown_what_is_saved(text, tmp_path, monkeypatch):
@@ -758,7 +758,7 @@ def test_a_lost_rank_while_the_store_does_not_answer_says_that_it_is_unknown_wha
     with pytest.raises(
         RanksError, match=r"^rank 0 lost the connection to another rank; .* cannot be read now, so that"
     ):
-        train(micro(data=str(text), out=tmp_path / "run"), False, silent_console())
+        train(micro_bf16(data=str(text), out=tmp_path / "run"), False, silent_console())
 
 
 def test_a_signal_after_another_rank_is_lost_does_not_hide_how_to_continue(half, monkeypatch):
@@ -796,7 +796,7 @@ def test_a_stop_after_a_checkpoint_does_not_write_it_again(text, tmp_path, monke
     asked = itertools.count()  # before each step
     monkeypatch.setattr(Strategy, "must_stop", lambda self, own: next(asked) == 2)
     with pytest.raises(Stopped, match="stopped after step 2"):
-        train(micro(data=str(text), out=tmp_path / "run", checkpoint_every=2), False, silent_console())
+        train(micro_bf16(data=str(text), out=tmp_path / "run", checkpoint_every=2), False, silent_console())
     assert saved == [2]
 
 
@@ -839,7 +839,7 @@ def test_a_signal_in_the_last_step_stops_a_run_whose_patience_runs_out(text, tmp
         return {"val_loss": float(self.progress.steps_done)}
 
     monkeypatch.setattr(Evaluator, "validate", validate_last)
-    config = micro(data=str(text), out=tmp_path / "run", steps=9, patience=1)
+    config = micro_bf16(data=str(text), out=tmp_path / "run", steps=9, patience=1)
     with pytest.raises(Stopped, match="stopped after the last step; to write the model"):
         train(config, False, silent_console())
     assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "step_00000006"

@@ -26,7 +26,7 @@ from octile.train.run.spikes import spikes_so_far, write_spike
 from octile.train.step.passes import Passes
 from octile.train.step.progress import schedule
 from octile.train.trainer import Trainer
-from tests.train.conftest import MICRO, every_recipe, micro, silent_console
+from tests.train.conftest import MICRO, every_recipe, micro, micro_bf16, silent_console
 
 CPU = torch.device("cpu")
 
@@ -166,7 +166,7 @@ def test_a_comparison_calls_a_recipe_broken_whose_gradients_break(store, monkeyp
         break_gradients(self, {2})
 
     monkeypatch.setattr(Trainer, "__init__", init_and_break)
-    assert train_compared_run(micro(), store, silent_console()).curve.diverged_at == 2
+    assert train_compared_run(micro_bf16(), store, silent_console()).curve.diverged_at == 2
 
 
 # A loss that jumps
@@ -183,7 +183,7 @@ def test_a_spike_is_reported_with_the_text_of_the_sequence_of_largest_loss(text,
     monkeypatch.setattr(Trainer, "collect", jump)
     monkeypatch.setattr(spikes, "MIN_LOSSES", 4)
     screen, out = silent_console(), tmp_path / "run"
-    train(micro(data=str(text), out=out, steps=7, validate_every=100, checkpoint_every=0), False, screen)
+    train(micro_bf16(data=str(text), out=out, steps=7, validate_every=100, checkpoint_every=0), False, screen)
     message = screen.console.file.getvalue()
     assert "the loss jumped at step 6 to 50.000, where" in message
     assert re.search(r"sequence [1-4] of 4 has the largest loss now, \d\.\d+ \(the median is \d\.\d+\): ['\"]", message)
@@ -264,7 +264,7 @@ def test_a_run_whose_sample_fails_has_a_report_that_says_why(text, tmp_path, mon
 
     monkeypatch.setattr("octile.train.run.results.generate_from", fail)
     screen = silent_console()
-    run = RunFolder(train(micro(data=str(text), out=tmp_path / "run", steps=2), False, screen))
+    run = RunFolder(train(micro_bf16(data=str(text), out=tmp_path / "run", steps=2), False, screen))
     assert run.sample_file.read_text() == f"There is no sample: {reason}"
     assert reason in unescape((run.path / "report.html").read_text())
     assert reason in screen.console.file.getvalue()
@@ -284,7 +284,7 @@ def test_the_sample_finds_the_memory_of_training_free(text, tmp_path, monkeypatc
         return iter([])
 
     monkeypatch.setattr("octile.train.run.results.generate_from", look)
-    train(micro(data=str(text), out=tmp_path / "run", steps=2), False, silent_console(), remember)
+    train(micro_bf16(data=str(text), out=tmp_path / "run", steps=2), False, silent_console(), remember)
     assert not left
 
 

@@ -37,7 +37,7 @@ from octile.train.run.fine_tune import (
 )
 from octile.train.run.folder import RunFolder
 from octile.train.trainer import Trainer
-from tests.train.conftest import MICRO, STATELESS_RECIPES, every_recipe, micro, silent_console
+from tests.train.conftest import MICRO, STATELESS_RECIPES, every_recipe, micro, micro_bf16, silent_console
 
 CPU = torch.device("cpu")
 WIDE = replace(MICRO, moe_intermediate_size=128)  # an expert's gate and up projections share no block
@@ -345,7 +345,7 @@ def test_an_fp8_model_that_other_engines_refuse_is_warned_of_before_the_first_st
 
 
 def test_a_run_from_scratch_begins_with_its_first_step(text, tmp_path):
-    train(micro(data=str(text), steps=1, out=tmp_path / "run"), False, silent_console())
+    train(micro_bf16(data=str(text), steps=1, out=tmp_path / "run"), False, silent_console())
     assert min(line["step"] for line in measurements(tmp_path / "run")) == 1
 
 
@@ -415,7 +415,7 @@ def test_the_moving_average_starts_from_the_weights_of_the_folder(saved, store):
 
 
 def test_the_loss_of_the_averaged_weights_is_that_of_the_last_step(text, tmp_path):
-    config, screen, out = micro(data=str(text), steps=4, out=tmp_path / "run"), silent_console(), tmp_path / "run"
+    config, screen, out = micro_bf16(data=str(text), steps=4, out=tmp_path / "run"), silent_console(), tmp_path / "run"
     train(replace(config, optim=replace(config.optim, ema_decay=0.5)), False, screen)
     last = [line for line in measurements(out) if "val_loss" in line][-1]
     assert json.loads((out / "summary.json").read_text())["ema_val_loss"] == last["ema_val_loss"] != last["val_loss"]

@@ -28,6 +28,7 @@ from tests.train.conftest import (
     collect_steps_by,
     every_recipe,
     micro,
+    micro_bf16,
     silent_console,
     write_no_report,
 )
@@ -48,7 +49,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def new(store, **changes) -> Trainer:
-    return Trainer(micro(steps=40, **changes), store, CPU)
+    return Trainer(micro_bf16(steps=40, **changes), store, CPU)
 
 
 def measured(lines) -> list[str]:
@@ -82,7 +83,7 @@ def test_steps_that_are_collected_late_are_those_that_are_collected_at_once(stor
 
 
 def test_a_moving_average_leaves_out_a_step_that_is_skipped(store):
-    optim = replace(micro().optim, ema_decay=0.9)
+    optim = replace(micro_bf16().optim, ema_decay=0.9)
     at_once, late = new(store, optim=optim), new(store, optim=optim)
     for trainer in (at_once, late):
         break_gradients(trainer, {2})
@@ -289,14 +290,14 @@ def straight(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("straight") / "run"
     with pytest.MonkeyPatch.context() as patch:
         write_no_report(patch)
-        train(micro(data=str(text), out=out, **RUN), False, silent_console())
+        train(micro_bf16(data=str(text), out=out, **RUN), False, silent_console())
     return out
 
 
 @pytest.mark.slow
 def test_a_run_writes_what_one_writes_that_collects_at_once(straight, text, tmp_path, late):
     out = tmp_path / "late"
-    train(micro(data=str(text), out=out, **RUN), False, silent_console())
+    train(micro_bf16(data=str(text), out=out, **RUN), False, silent_console())
     for key in ("loss", "val_loss", "expert_load"):
         ours, theirs = ([(line["step"], line[key]) for line in metrics(run) if key in line] for run in (out, straight))
         assert ours == theirs
@@ -318,7 +319,7 @@ def test_a_run_goes_on_after_steps_that_were_discarded(straight, text, tmp_path,
     monkeypatch.setattr(Strategy, "losses", too_many_once)
     monkeypatch.setattr(Strategy, "grow_capacity", lambda self, where: grown.append(where))
     out = tmp_path / "run"
-    train(micro(data=str(text), out=out, **RUN), False, silent_console())
+    train(micro_bf16(data=str(text), out=out, **RUN), False, silent_console())
     assert grown == [f"step {at}"]
     for key in ("loss", "val_loss"):
         ours, theirs = ([(line["step"], line[key]) for line in metrics(run) if key in line] for run in (out, straight))
@@ -345,7 +346,7 @@ def test_a_stopped_run_has_every_step_that_it_launched_and_resumes_to_the_bit(
         patch.setattr(Trainer, "launch", launch_and_stop)
         patch.setattr("octile.train.loop.stop_requests", lambda acknowledge: Requests())
         with pytest.raises(Stopped, match=f"stopped after step {stop_at}"):
-            train(micro(data=str(text), out=stopped, **RUN), False, silent_console())
+            train(micro_bf16(data=str(text), out=stopped, **RUN), False, silent_console())
     assert numbers(stopped) == list(range(1, stop_at + 1))
     train(RunFolder.open(stopped).read_config(), True, silent_console())
     assert numbers(stopped) == numbers(straight)
@@ -357,7 +358,7 @@ def test_a_run_that_fails_has_the_steps_before(text, tmp_path, late, monkeypatch
     out, launch = tmp_path / "run", Trainer.launch
     monkeypatch.setattr(Trainer, "launch", lambda self: launch(self) if self.steps_done < 3 else 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        train(micro(data=str(text), out=out, **RUN), False, silent_console())
+        train(micro_bf16(data=str(text), out=out, **RUN), False, silent_console())
     assert numbers(out) == [1, 2, 3]
 
 
@@ -370,8 +371,9 @@ def test_a_nan_loss_stops_a_run_after_the_lines_before_it(text, tmp_path, late, 
         break_loss(self, 7)
 
     monkeypatch.setattr(Trainer, "__init__", init_and_break)
+    config = micro_bf16(data=str(text), out=out, **RUN | {"steps": 40, "validate_every": 100})
     with pytest.raises(FloatingPointError, match="the loss is nan at step 7; the first non-finite value is in lm_head"):
-        train(micro(data=str(text), out=out, **RUN | {"steps": 40, "validate_every": 100}), False, silent_console())
+        train(config, False, silent_console())
     assert numbers(out) == list(range(1, 7))
     assert latest_checkpoint(out / "checkpoints").name == "step_00000005"
     assert (out / "report.html").exists()
@@ -388,7 +390,7 @@ def test_a_spike_has_the_number_of_its_step(text, tmp_path, late, monkeypatch):
     monkeypatch.setattr(Trainer, "collect", jump)
     monkeypatch.setattr(spikes, "MIN_LOSSES", 4)
     screen, out = silent_console(), tmp_path / "run"
-    train(micro(data=str(text), out=out, steps=10, validate_every=100, checkpoint_every=0), False, screen)
+    train(micro_bf16(data=str(text), out=out, steps=10, validate_every=100, checkpoint_every=0), False, screen)
     assert "the loss jumped at step 6 to 50.000, where" in screen.console.file.getvalue()
     (line,) = [line for line in metrics(out) if "spike" in line]
     assert (line["step"], line["spike"]["measured_after"]) == (6, 3 * COLLECT_EVERY)
