@@ -7,7 +7,7 @@ import pytest
 
 from octile.formats import E4M3, E5M2, INT8
 from octile.lab.formats import facts, positive_values
-from octile.lab.pages import accumulate, formats_figures
+from octile.lab.pages import accumulate, formats, formats_figures
 from octile.lab.pages.figures import short_names
 from octile.lab.pages.formats import write_formats_page
 from octile.lab.pages.page import Section, power, write_lab_page
@@ -23,7 +23,7 @@ from octile.lab.real_tensors import real_tensors
 from octile.report.style import PHONE, drawing
 from octile.report.svg import make_chart
 from octile.report.table import Table
-from tests.report.conftest import read_page
+from tests.report.conftest import leave_empty, read_page
 from tests.report.layout import faults, faults_of_pages, signed_zeros
 
 
@@ -37,13 +37,16 @@ def drawn(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def page(drawn):
-    return drawn[0]
+def page(tmp_path_factory):
+    """The page with empty figures, which are most of the work."""
+    with pytest.MonkeyPatch.context() as patch:
+        leave_empty(patch, formats)
+        return read_page(write_formats_page(tmp_path_factory.mktemp("lab") / "formats.html", real_tensors(None)))
 
 
 @pytest.mark.slow
-def test_a_page_needs_no_network(page):
-    assert all(address.startswith("#") for address in page.loads)
+def test_a_page_needs_no_network(drawn):
+    assert all(address.startswith("#") for address in drawn[0].loads)
 
 
 PICTURES = (
@@ -61,7 +64,6 @@ PICTURES = (
 )
 
 
-@pytest.mark.one_case
 @pytest.mark.parametrize("title", PICTURES)
 def test_every_figure_has_a_caption(page, title):
     assert title in page.words
@@ -69,12 +71,14 @@ def test_every_figure_has_a_caption(page, title):
     assert len(sentence) > 40
 
 
-def test_every_figure_is_drawn_for_wide_and_narrow_screens(page):
-    pictures = [attributes for tag, attributes in page.elements if tag == "svg"]
+@pytest.mark.slow
+def test_every_figure_is_drawn_for_wide_and_narrow_screens(drawn):
+    pictures = [attributes for tag, attributes in drawn[0].elements if tag == "svg"]
     assert len(pictures) == 2 * len(PICTURES)
     assert all(attributes.get("aria-label") for attributes in pictures)
 
 
+@pytest.mark.slow
 def test_the_texts_of_figures_do_not_touch(drawn):
     assert drawn[1] == []
 
