@@ -140,18 +140,24 @@ FETCH = """async ([url, body]) => {
 }"""
 
 
-@pytest.fixture
-def fetch(site):
-    """Have a script of the site post to a server, in a browser; return what it can read."""
+@pytest.fixture(scope="module")
+def browser():
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if CHROMIUM is None:
         pytest.skip("there is no Chromium in PATH")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page()
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def fetch(browser, site):
+    """Have a script of the site post to a server, in a browser; return what it can read."""
+    with browser.new_context() as context:
+        page = context.new_page()
         page.goto(site)
         yield lambda served, body: page.evaluate(FETCH, [f"{served.url}/v1/completions", body])
-        browser.close()
 
 
 def test_a_script_of_an_allowed_origin_reads_answers_streams_and_errors(serve, site, fetch):
