@@ -93,7 +93,7 @@ def test_every_parameter_gets_a_gradient(mini):
     assert not missing
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [MINI_V3, MINI_V2], ids=["V3", "V2"])
 def test_training_lowers_the_loss(config):
     torch.manual_seed(0)

@@ -281,7 +281,7 @@ def test_texts_that_were_preempted_are_the_same(engine_of, seed, ways):
 
 
 @pytest.mark.parametrize("ways", [WAYS, OF_TEXT], ids=["mixed", "of_text"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_canceled_request_changes_no_other(engine_of, seed, ways):
     expected = random_run(engine_of(ahead=False), seed, ways)
     engine = engine_of()
@@ -311,7 +311,7 @@ def test_texts_with_drafts_are_those_of_steps_that_are_collected_at_once(engine_
 
 
 @pytest.mark.parametrize("ways", [WAYS, OF_TEXT], ids=["mixed", "of_text"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_canceled_request_with_drafts_changes_no_other(engine_of, seed, ways):
     expected = random_run(engine_of(ahead=False), seed, ways, pause=9)
     runner = FakeRunner(n_pages=40, scale=2.0, max_ahead=4, n_drafts=2)

@@ -105,7 +105,7 @@ def test_steps_skipped_for_a_loss_scale_do_not_count_towards_the_limit(new_train
     assert trainer.loss_scale.value == 2.0**13
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "delayed", "fp16_loss_scaling"])
 @pytest.mark.parametrize("after", [1, 2, 3])

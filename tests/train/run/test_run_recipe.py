@@ -88,6 +88,7 @@ def test_a_model_whose_recipe_leaves_forward_gemms_in_bf16_is_stored_in_bf16(tex
     assert has_fp8_weights(out) == stored
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_for_bit_without_its_file(file, config, tmp_path):
     straight = train(replace(config, steps=4, checkpoint_every=2), False, silent_console())
     killed = shutil.copytree(straight, tmp_path / "killed")
