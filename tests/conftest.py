@@ -14,6 +14,7 @@ import signal
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heapreplace
 from itertools import combinations
 from pathlib import Path
 from zlib import crc32
@@ -84,17 +85,31 @@ def _mark_exhaustive(items: list[pytest.Item]) -> None:
             for marker in item.iter_markers():
                 if marker.name in COVERED:
                     tests[item.nodeid.partition("[")[0], COVERED[marker.name]].append(item)
-    for (_, size), further in tests.items():
-        values = {item: set(combinations(enumerate(item.callspec._idlist), size)) for item in further}
-        missing: set[tuple] = set().union(*values.values())
-        tested: Counter[tuple] = Counter()
-        while missing:  # with what is tested least, so that no value stands next to the same one always
-            best = max(further, key=lambda item: (len(missing & values[item]), -sum(tested[v] for v in values[item])))
-            missing -= values[best]
-            tested.update(values[best])
-            further.remove(best)
-        for item in further:
-            item.add_marker(pytest.mark.exhaustive)
+    for (_, size), cases in tests.items():
+        for i in _further([set(combinations(enumerate(item.callspec._idlist), size)) for item in cases]):
+            cases[i].add_marker(pytest.mark.exhaustive)
+
+
+def _further(values: list[set[tuple]]) -> list[int]:
+    """Return the numbers of the cases that test nothing more than the other ones, given what each tests."""
+    missing: set[tuple] = set().union(*values)
+    tested: Counter[tuple] = Counter()
+
+    def rank(i: int) -> tuple[int, int, int]:
+        """First what tests most, then what is tested least, so that no value stands next to the same one always."""
+        return -len(missing & values[i]), sum(tested[value] for value in values[i]), i
+
+    further = [rank(i) for i in range(len(values))]
+    heapify(further)
+    while missing:
+        i = further[0][-1]
+        if (now := rank(i)) != further[0]:  # ranks never fall, so the first one that is up to date is the lowest
+            heapreplace(further, now)
+            continue
+        heappop(further)
+        missing -= values[i]
+        tested.update(values[i])
+    return [i for *_, i in further]
 
 
 def _mark_slow(items: list[pytest.Item]) -> None:
