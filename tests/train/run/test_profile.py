@@ -12,7 +12,7 @@ from octile.train.run.folder import RunFolder
 from octile.train.run.profile import LARGEST, MAX_NAME, PROFILED, WARM_UP, _first_step, describe, profiling, table
 from octile.train.run.recorder import no_hook
 from octile.train.step.kernel_records import Communication, Cost
-from tests.train.conftest import micro, silent_console, write_no_report
+from tests.train.conftest import micro, micro_bf16, silent_console, write_no_report
 from tests.train.test_loop import metrics
 
 ENOUGH = {"steps": WARM_UP + PROFILED + 1, "validate_every": 100, "checkpoint_every": 0}
@@ -31,7 +31,7 @@ def profiled(text, tmp_path_factory):
 
         return around
 
-    config = micro(data=str(text), out=out, **ENOUGH)
+    config = micro_bf16(data=str(text), out=out, **ENOUGH)
     with pytest.MonkeyPatch.context() as patch:
         write_no_report(patch)
         train(config, False, screen, profiling(config, hook, screen))
@@ -65,7 +65,7 @@ def test_the_table_has_the_ten_largest_operators(profiled):
 
 @pytest.mark.slow
 def test_profiling_changes_no_loss(profiled, text, tmp_path):
-    train(micro(data=str(text), out=tmp_path / "run", **ENOUGH), False, silent_console())
+    train(micro_bf16(data=str(text), out=tmp_path / "run", **ENOUGH), False, silent_console())
     assert metrics(profiled[0], "loss") == metrics(tmp_path / "run", "loss")
 
 
