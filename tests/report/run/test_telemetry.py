@@ -72,6 +72,9 @@ def test_of_two_rows_of_an_operand_the_later_is_used(make_run):
     assert [(row["step"], row["underflows%"]) for row in read(make_run, rows).telemetry] == [(2, 1.0), (4, 2.0)]
 
 
+NOTHING = {"cur_amax": None, "underflows": None, "saturated": None}
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("rows", "panels"),
@@ -79,9 +82,13 @@ def test_of_two_rows_of_an_operand_the_later_is_used(make_run):
         pytest.param([*measured_step(2), *measured_step(4)], 3, marks=pytest.mark.slow),
         ([*measured_step(2), telemetry(4, "0", "fprop", "w", saturated=0.1)], 4),
         ([telemetry(3, "0", "fprop", "x", cur_amax=0.0)], 1),
-        ([telemetry(3, "0", "fprop", quantization_snr_db=30.0)], 1),
-        ([telemetry(3, "0", "fprop", "x", cur_amax=None, underflows=None, saturated=None), *measured_step(4)], 3),
-        ([telemetry(step, "0", "fprop", "x", cur_amax=10.0**step) for step in range(-6, 9)], 2),
+        pytest.param([telemetry(3, "0", "fprop", quantization_snr_db=30.0)], 1, marks=pytest.mark.slow),
+        pytest.param([telemetry(3, "0", "fprop", "x", **NOTHING), *measured_step(4)], 3, marks=pytest.mark.slow),
+        pytest.param(
+            [telemetry(step, "0", "fprop", "x", cur_amax=10.0**step) for step in range(-6, 9)],
+            2,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["no saturated", "saturated", "zeros", "one GEMM", "null", "wide"],
 )
