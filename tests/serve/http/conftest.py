@@ -22,10 +22,17 @@ from octile.serve.http.config import Limits, Parsers
 from octile.serve.http.server import Server
 from octile.serve.http.service import Service
 from octile.serve.runner.model_runner import ModelRunner
+from octile.tokenizer import Tokenizer
 from tests.serve.fake_engine import FakeEngine, Pair
 from tests.serve.models import exact_model
 
 SHORT_DRAIN = Limits(drain=1.0)
+
+
+@cache
+def chat_template(tokenizer: Tokenizer, template: str | None) -> ChatTemplate:
+    """Compile a chat template once for all servers: it takes a third of their start."""
+    return ChatTemplate(tokenizer, template)
 
 
 class Served:
@@ -55,7 +62,7 @@ class Served:
             engine.tokenizer,
             engine.tokenizer.vocab_size,
             engine.max_position,
-            ChatTemplate(engine.tokenizer, template),
+            chat_template(engine.tokenizer, template),
             limits,
             name,
             defaults,
