@@ -63,6 +63,12 @@ def test_a_legend_has_labels_that_the_expression_leaves(panel):
         assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= left
 
 
+def test_the_share_of_errors_leaves_out_those_of_clients():
+    [expression] = [expression for title, expression in EXPRESSIONS if title == "Errors"]
+    errors, _, _ = expression.partition(" / ")
+    assert ['status=~"5.."' in matchers for _, matchers in SELECTED.findall(errors)] == [True, True]
+
+
 def test_each_metric_is_shown():
     asked = {name for _, expression in EXPRESSIONS for name, _ in SELECTED.findall(expression)}
     assert asked == set(exposed())

@@ -135,6 +135,14 @@ def test_the_format_text_is_any_text(served):
     assert plain == text
 
 
+def test_a_stream_that_no_token_may_follow_is_counted_as_an_error_of_its_client(served):
+    fields = {"structured_outputs": {"regex": 'a"'}, "bad_words": ['"'], "stream": True}
+    body = {"model": "micro", "prompt": [5, 6, 7], "max_tokens": 9, **fields}
+    assert "cannot be continued" in httpx.post(f"{served.url}/v1/completions", json=body).text
+    counted = 'octile_http_stream_errors_total{path="/v1/completions",status="400"} 1.0'
+    assert counted in httpx.get(f"{served.url}/metrics").text.splitlines()
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
