@@ -8,8 +8,8 @@ As in PaLM's appendix B, a token of a training step costs
               as many in the backward pass, make 6. The token's experts count, the other experts do not. Neither do
               the embedding, of which a row is read, and the norms.
     L, H, T   layers, heads, and the length of a sequence. Every query is counted with all T keys, although a causal
-              mask hides half of them. Of packed texts T is the mean length, which is less than a query's text has on
-              average, as long texts have more queries.
+              mask hides half of them. Of packed texts T is the mean length, without padding, which is less than a
+              query's text has on average, as long texts have more queries.
     Q         the size of a head. In latent attention queries and keys have another size than values: Q is the mean.
 
 With indexers a query attends to index_topk keys at most; their weights, and their logits for all T keys, count like the

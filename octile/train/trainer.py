@@ -109,7 +109,7 @@ class Trainer:
         )
         self.last_load = self.strategy.no_load()  # the tokens of each expert of each mixture in the last step
         self._launched = LaunchedSteps(self._computation.width, device, self.ranks.timeout.total_seconds())
-        length = config.sequence_length if statistics is None else statistics.mean_length
+        length = config.sequence_length if statistics is None else store.manifest.mean_train_length
         self._flops_per_token = train_flops_per_token(self.config.model, length)
         self._peak = bf16_peak(torch.cuda.get_device_name(device)) if on_gpu else None
 

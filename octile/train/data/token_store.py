@@ -140,6 +140,11 @@ class Manifest:
         texts = sum(self.documents.values()) + min(padding, length // self.packed.sequence_length)
         return TextStatistics(self.packed.max_texts, length // texts)
 
+    @property
+    def mean_train_length(self) -> int:
+        """The mean tokens of the documents, or texts, that are trained on, without padding."""
+        return self.tokens["train"] // self.documents["train"]
+
     def write(self, folder: Path) -> None:
         """Write manifest.json."""
         write_json(folder / MANIFEST, asdict(self))

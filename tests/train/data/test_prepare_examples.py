@@ -130,7 +130,7 @@ def test_a_text_longer_than_a_sequence_is_cut_and_counted(prepared):
     assert sorted(store.manifest.tokens.values()) == [len(store.tokenizer.encode("hello")) + 2, 32]
 
 
-def test_the_mean_length_counts_all_texts_and_padding_as_one_of_a_sequence(prepared):
+def test_the_statistics_of_texts_count_padding_as_one_of_a_sequence(prepared):
     store = prepared({"text": "xyz" * 40}, {"text": "hello"}, {"text": "hello day"})
     texts, sequences = 3, (len(store.train) + len(store.val)) // 32
     assert sum(store.manifest.packed.padding.values()) > 0
@@ -138,7 +138,13 @@ def test_the_mean_length_counts_all_texts_and_padding_as_one_of_a_sequence(prepa
     assert store.manifest.text_statistics == (store.manifest.packed.max_texts, mean)
 
 
-def test_texts_without_padding_have_their_own_mean_length(prepared):
+def test_the_mean_length_of_what_is_trained_on_leaves_padding_out(prepared):
+    store = prepared(*({"text": letter} for letter in "abcdef"))
+    assert store.manifest.packed.padding["train"] > 0
+    assert store.manifest.mean_train_length == len(store.tokenizer.encode("a")) + 2
+
+
+def test_the_statistics_of_texts_without_padding_have_their_own_mean_length(prepared):
     store = prepared({"text": "xyz" * 40}, {"text": "abc" * 40})
     assert store.manifest.text_statistics == (1, 32)
 
