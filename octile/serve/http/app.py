@@ -302,19 +302,18 @@ class _CountResponses:
         self._app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_failed = False
+
         async def counted(message: Message) -> None:
+            nonlocal has_failed
             if message["type"] == "http.response.start":
                 _count(self._service, scope["path"], message["status"])
+            elif not has_failed and (error := _stream_error(scope)):  # before a client reads it
+                has_failed = True
+                self._service.metrics.stream_failed(scope["path"], error)
             await send(message)
 
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        try:
-            await self._app(scope, receive, counted)
-        finally:
-            answer = scope["state"].get("answer")
-            if answer is not None and answer.error_status is not None:
-                self._service.metrics.stream_failed(scope["path"], answer.error_status)
+        await self._app(scope, receive, counted if scope["type"] == "http" else send)
 
 
 class _TimeLimit:
@@ -337,6 +336,12 @@ class _TimeLimit:
 
 async def _api_error(_: Request, error: ApiError) -> Response:
     return error.response()
+
+
+def _stream_error(scope: Scope) -> int | None:
+    """The status of the error that ends a stream, if one does."""
+    answer = scope["state"].get("answer")
+    return None if answer is None else answer.error_status
 
 
 def _count(service: Service, path: str, status: int) -> None:
