@@ -85,7 +85,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        y = torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x)
+        y = x.clone(memory_format=torch.contiguous_format)
         rope.rotate_(y.view(math.prod(y.shape[:-3]), *y.shape[-3:]), cos, sin)
         return y
 
