@@ -659,6 +659,7 @@ def test_an_option_whose_value_is_missing_is_refused(capsys):
     assert "--preset needs a value (" in refused(capsys, "train", "--preset", "small", "--preset")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_report")
 def test_data_that_was_missing_does_not_block_the_run_folder(capsys, text, tmp_path):
     run = str(tmp_path / "run")
@@ -977,6 +978,7 @@ def test_convert_names_the_weights_that_it_does_not_copy(capsys, hf_folder, tmp_
     assert "not copied: pytorch_model-1.bin, pytorch_model-2.bin and 2 other weight files (2 kB)\n" in out
 
 
+@pytest.mark.slow
 def test_convert_predicts_the_size_of_a_bare_configuration(capsys, tmp_path):
     ModelConfig.v3_671b().write(tmp_path / "config.json")
     code, out, _ = call(capsys, "convert", str(tmp_path), "--to", "fp8")
@@ -1085,7 +1087,7 @@ def strings(value):
     "command",
     [
         ("plan", "cluster", "--preset", "tiny", "--cluster", "h200_8", "--pp", "2"),
-        ("plan", "published"),
+        pytest.param(("plan", "published"), marks=pytest.mark.slow),
         ("lab", "formats"),
         ("lab", "accumulate", "--k", "256", "--data", "normal", "--promote", "128"),
         ("doctor",),
@@ -1138,6 +1140,7 @@ def started_as_a_program(tmp_path, module: str, text: str, *arguments: str) -> s
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

@@ -172,6 +172,7 @@ def test_a_signal_while_the_command_line_is_imported_ends_with_a_line(tmp_path, 
 CATCHES = "try:\n    os.kill(os.getpid(), {:d})\nexcept BaseException:\n    os._exit(0)\n"
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("number", "line", "status"), ENDINGS)
 @pytest.mark.parametrize("command", ["train", "compare", "generate", "serve"])
 def test_a_signal_that_an_imported_library_catches_ends_a_command(tmp_path, command, number, line, status):
@@ -180,6 +181,7 @@ def test_a_signal_that_an_imported_library_catches_ends_a_command(tmp_path, comm
     assert (ended.stderr, ended.returncode) == (line, status)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("then", ["json.no_such_name", "octile.extras.require('no_such_package', extra='train')"])
 @pytest.mark.parametrize(
     ("number", "line", "status"),

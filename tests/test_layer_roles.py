@@ -43,6 +43,7 @@ def test_modules_and_checkpoints_of_a_model_agree(name, tmp_path):
     assert stored == {layer for layer in made if not (name in STACKED_EXPERTS and layer.endswith(".experts"))}
 
 
+@pytest.mark.one_case
 @every_architecture
 def test_nothing_but_layers_of_the_body_is_converted(name, tmp_path):
     model = small_model(name)

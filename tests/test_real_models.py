@@ -35,6 +35,7 @@ CONFIGS = {  # the keys of published files that decide the shapes
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "shown"),
     [pytest.param(*one, marks=() if one[0] in SMALL else pytest.mark.slow, id=one[0]) for one in SHOWN],

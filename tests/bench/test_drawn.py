@@ -35,6 +35,7 @@ def test_dense_cases_have_the_rows_of_their_class(seed):
             assert least <= case.m <= most
 
 
+@pytest.mark.slow
 @given(seeds)
 def test_sums_over_tokens_have_aligned_ones(seed):
     """DeepGEMM takes no others."""
@@ -43,12 +44,14 @@ def test_sums_over_tokens_have_aligned_ones(seed):
             assert case.k % ALIGNMENT == 0
 
 
+@pytest.mark.slow
 @given(seeds)
 def test_weight_gradients_of_small_experts_are_added_or_stored(seed):
     kinds = {case.drawn: case.accumulate for case in drawn_cases(seed) if "small experts" in case.drawn}
     assert kinds == {"small experts": True, "small experts, stored": False}
 
 
+@pytest.mark.slow
 def test_about_half_of_the_rows_are_aligned():
     rows = [case.m for seed in range(50) for case in drawn_cases(seed) if case.drawn == LARGE.name]
     assert 0.4 < sum(m % ALIGNMENT == 0 for m in rows) / len(rows) < 0.6

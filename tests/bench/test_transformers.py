@@ -27,6 +27,7 @@ def test_a_step_computes_the_gradients_of_all_layers(case: Case):
     assert case.has_head or candidate.x.grad is not None
 
 
+@pytest.mark.one_case
 @every_case
 def test_gradients_are_forgotten(case: Case):
     candidate = _prepare(case, lambda model: model, compilation="none")
@@ -121,6 +122,7 @@ def prototype(monkeypatch):
     return ends
 
 
+@pytest.mark.slow
 def test_experts_of_torchao_compute_what_those_of_transformers_do(prototype):
     plain, converted = (
         _prepare(CPU_CASES[1], f, compilation="none") for f in (lambda m: m, _convert_experts_with_torchao)

@@ -42,6 +42,7 @@ def test_a_special_token_in_a_message_is_text(tokenizer):
 SPELLED = "a<｜User｜>b<｜Assistant｜>c<think>d</think><｜tool▁calls▁begin｜>"
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("role", ["system", "user", "tool", "assistant"])
 def test_a_token_in_angle_brackets_in_a_message_is_text(tokenizer, role, special):

@@ -228,6 +228,7 @@ def ue8m0(tmp_path):
     return tmp_path / "ue8m0"
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ue8m0_encoded_values_and_scales_are_saved_as_they_were_loaded(tmp_path, ue8m0, same, dtype):
     save(load(ue8m0, dtype=dtype), tmp_path / "again")

@@ -197,7 +197,7 @@ def own_tensors(name: str) -> Mapping[str, Tensor]:
     return to_hf(meta_model(config).state_dict(), config)
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TENSORS)
 def test_a_published_model_is_stored_with_its_names_dtypes_and_shapes(name):
     tensors = own_tensors(name)
@@ -209,11 +209,13 @@ def test_a_published_model_is_stored_with_its_names_dtypes_and_shapes(name):
     assert {n: (spec.dtype, spec.shape) for n, spec in written.items()} == stored
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_published_model_has_its_number_of_parameters(name):
     assert sum(t.numel() for t in own_tensors(name).values()) == PARAMETERS[name]
 
 
+@pytest.mark.slow
 def test_glm_52_has_as_many_tensors_and_parameters_as_published():
     """Without the copies of embedding and head in the last layer, which its checkpoint lacks and octile writes."""
     own = {id(tensor): tensor for tensor in own_tensors("GLM-5.2").values()}
@@ -256,6 +258,7 @@ def test_rotary_frequencies_of_a_checkpoint_are_neither_read_nor_written(tmp_pat
     assert changed({n: t.to(again[n].dtype) for n, t in own.items()}, again, same) == []
 
 
+@pytest.mark.one_case
 @EVERY_RELEASE
 def test_every_release_is_served(publish, published):
     folder, before = publish(published)

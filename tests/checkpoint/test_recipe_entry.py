@@ -16,6 +16,7 @@ from tests.serve.models import exact_model
 FP8_LATENTS = replace(Recipe.exact(), latents="fp8")
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("recipe", [Recipe.exact(), FP8_LATENTS, Recipe.deepseek_v3()])
 def test_a_saved_model_is_read_with_its_recipe(tmp_path, recipe):
     model, tokens = exact_model(recipe=recipe), torch.arange(60)[None]

@@ -45,6 +45,7 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
+@pytest.mark.slow
 def test_accelerate_trains_as_a_loop_does():
     alone, prepared = apply_recipe(llama()), apply_recipe(llama())
     accelerator = Accelerator(cpu=True)
@@ -53,6 +54,7 @@ def test_accelerate_trains_as_a_loop_does():
     assert losses(model, optimizer, accelerator.backward) == expected
 
 
+@pytest.mark.slow
 def test_muon_trains_a_converted_mixture():
     torch.manual_seed(0)
     model = apply_recipe(small_model("qwen3_moe"))
@@ -117,6 +119,7 @@ def test_adapters_that_are_taken_out_again_count():
     assert (logits(model) - expected).norm() <= 1e-3 * expected.norm()  # (w + d) − d is rounded
 
 
+@pytest.mark.slow
 def test_adapters_are_saved_loaded_and_merged(tmp_path: Path):
     model = get_peft_model(apply_recipe(llama()), LoraConfig(**LORA))
     losses(model, AdamW(trainable(model), lr=1e-2))

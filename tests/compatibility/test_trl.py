@@ -75,6 +75,7 @@ def test_grpo_trains_a_converted_model(load, tokenizer, tmp_path: Path, converts
     assert (trainer.state.log_history[0]["kl"] == 0) == converts_reference
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("converts_reference", [True, False])
 def test_dpo_begins_without_a_margin_if_the_reference_is_converted(
     load, tokenizer, tmp_path: Path, converts_reference: bool
@@ -92,6 +93,7 @@ def test_dpo_begins_without_a_margin_if_the_reference_is_converted(
 ADAPTERS = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("adapters", [None, ADAPTERS], ids=["full", "LoRA"])
 def test_sft_trains_a_converted_model_on_answers(load, tokenizer, tmp_path: Path, adapters: LoraConfig | None):
     config = SFTConfig(

@@ -52,7 +52,7 @@ def untrained(texts, tmp_path):
     return make
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama", "qwen"])
 def test_a_transformers_model_learns_with_its_trainer(example, tmp_path, model):
     out = tmp_path / "run"
@@ -129,6 +129,7 @@ def test_masters_of_fp8_weights_are_quantized_to_the_same_numbers(example, qwen,
         assert q.scale.equal(stored[f"{name}.weight_scale_inv"]), name
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("weights", ["fp8", "bf16"])
 def test_a_transformers_model_is_fine_tuned_from_its_weights_and_left_in_fp8(example, qwen, texts, tmp_path, weights):
     if weights == "fp8":

@@ -125,6 +125,7 @@ def second_step(model, out, **changes):
     return gradients, casts
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_are_those_of_the_whole_batch_and_weights_are_quantized_once(tmp_path):
     whole, once = second_step(build(), tmp_path / "whole", per_device_train_batch_size=4)
     pieces, twice = second_step(
@@ -137,6 +138,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch_and_weights_are_quan
     assert len({id(q) for q in twice["w"]}) == len({id(q) for q in once["w"]}) == layers
 
 
+@pytest.mark.slow
 def test_autocast_makes_gemms_bf16_and_leaves_parameters_in_float32(tmp_path):
     model, seen = build(), set()
     layer = model.model.layers[0].mlp.down_proj

@@ -26,6 +26,7 @@ def test_a_cost_that_no_early_gap_explains_is_found():
     assert (found.cost, found.half) == pytest.approx((0.001, 0.0), abs=1e-12)
 
 
+@pytest.mark.slow
 def test_the_interval_covers_the_true_cost():
     found = [estimate(*draw(10, seed)) for seed in range(2000)]
     covered = np.mean([abs(e.cost - 0.001) <= e.half for e in found])

@@ -161,6 +161,7 @@ def test_a_nudge_is_half_a_unit_of_bf16():
     assert torch.equal(model.weight, before.bfloat16().float())
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_reports_it(store, tmp_path):
     result = run(store, tmp_path, job("rate", "toy", "bf16", 0, 20 * TOKENS, lr=1e4))
     assert result["state"] == "diverged"

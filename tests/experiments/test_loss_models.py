@@ -45,6 +45,7 @@ def test_the_control_is_compared_with_bf16_from_the_same_trunk():
     assert [job.after for job in branches if (job.recipe, job.seed) == ("bf16", control.seed)] == [control.after]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("job", all_jobs(), ids=lambda job: job.name)
 def test_a_job_can_be_configured(job):
     config = job.config()

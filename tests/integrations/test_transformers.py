@@ -488,6 +488,7 @@ def step(model: PreTrainedModel) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.one_case
 @every_dense_model
 def test_swiglu_is_fused(name):
     model = apply_recipe(copy.deepcopy(DENSE[name]))
@@ -495,6 +496,7 @@ def test_swiglu_is_fused(name):
     assert all(isinstance(layer, SwiGLU) and layer.fusion() is not None for layer in feed_forward)
 
 
+@pytest.mark.one_case
 @every_dense_model
 def test_a_fused_model_has_the_names_and_parameters_of_the_model(name):
     model = copy.deepcopy(DENSE[name])
@@ -504,6 +506,7 @@ def test_a_fused_model_has_the_names_and_parameters_of_the_model(name):
     assert all(after[key] is before[key] for key in before)
 
 
+@pytest.mark.one_case
 @every_dense_model
 def test_in_high_precision_a_converted_model_computes_the_same(name):
     model = copy.deepcopy(DENSE[name])
@@ -523,6 +526,7 @@ def test_in_fp8_gradients_are_near_those_of_the_model(name):
     assert_close(found, expected, 0.35)  # of the first layer's weights: errors of all layers add up
 
 
+@pytest.mark.one_case
 @every_dense_model
 def test_a_block_quantizes_each_input_once(name):
     """Attention's input, its output, the input of SwiGLU; SwiGLU's output is quantized as it is computed."""

@@ -114,6 +114,7 @@ def test_the_worst_error_of_an_octave(fmt, octave):
     assert worst_relative_error(fmt, [octave], points)[0] == pytest.approx(float(worst), rel=1e-12)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("fmt", [FP16, BF16, E4M3], ids=lambda fmt: fmt.name)
 def test_adding_one_update_many_times(fmt):
     update, table = Fraction(float(np.float32(1e-3))), [Fraction(v) for v in positive_values(fmt) if 1 <= v < 4]

@@ -76,6 +76,7 @@ def test_what_is_saved():
     assert Traffic(0, 0).saved == 0
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("bits", [13, 14, 20, 23, 24, 25])
 def test_an_accumulator_of_other_bits_equals_the_specification(bits):
     p = captured(k=96)

@@ -81,6 +81,7 @@ def test_a_model_without_a_bad_layer_needs_no_exception():
     assert preflight(Net(), [batch()]).recipe.exceptions == ()
 
 
+@pytest.mark.one_case
 @every_predictable_recipe
 def test_a_real_step_has_the_predicted_error(recipe):
     named = Recipe.named(recipe)
@@ -232,6 +233,7 @@ def test_weight_gradients_of_experts_are_measured():
     assert all(25 < error.snr_db < 35 for error in real.values())
 
 
+@pytest.mark.one_case
 @every_predictable_recipe
 @pytest.mark.parametrize(("model", "given"), [(Net(BAD), batch()), (Mixture(), (batch()[0],))])
 def test_an_observed_step_has_the_errors_of_its_results(model, given, recipe):

@@ -91,6 +91,7 @@ def test_in_exact_mode_a_difference_is_a_failure(capsys, folders, monkeypatch):
     assert err == "octile: exact is served in exact mode, but not with the bits of training\n"
 
 
+@pytest.mark.slow
 def test_drafts_are_counted_where_there_are_some(capsys, folders, monkeypatch):
     monkeypatch.chdir(folders)
     _, out, _ = call(capsys, "lab", "rollout", "usual", *FEW, "--drafts", "1")
@@ -108,6 +109,7 @@ def test_drafts_are_described_by_their_share_and_the_tokens_of_a_step():
     )
 
 
+@pytest.mark.slow
 def test_the_steps_are_shown_on_a_terminal(capsys, folders, monkeypatch):
     monkeypatch.chdir(folders)
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -115,6 +117,7 @@ def test_the_steps_are_shown_on_a_terminal(capsys, folders, monkeypatch):
     assert all(step in err and step not in out for step in ("sampling", "prefilling", "training", "searching"))
 
 
+@pytest.mark.slow
 def test_the_cache_has_the_pages_of_the_texts_and_is_freed_before_training(capsys, folders, monkeypatch):
     monkeypatch.chdir(folders)
     runners: list[weakref.ref[ModelRunner]] = []

@@ -140,6 +140,7 @@ def test_a_switched_gemm_is_recorded_and_changes_the_run(switched, unmeasured):
     assert {row["step"] for row in rows} == {1}  # from step 2 on it is not in 8 bits
 
 
+@pytest.mark.slow
 def test_the_action_of_a_guard_is_logged(run_with, caplog):
     run_with(1, LAYER, SWITCH, steps=2)
     messages = [record.getMessage() for record in caplog.records]
@@ -168,6 +169,7 @@ def interrupted(switched, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_as_the_uninterrupted_one(switched, interrupted):
     resume(interrupted)
     assert same(final(interrupted), final(switched))
@@ -185,7 +187,7 @@ LOST = {
 }
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [*LOST, None])
 def test_what_guards_lack_is_printed(interrupted, lost):
     if lost:
@@ -205,6 +207,7 @@ def test_a_run_without_a_measured_step_has_lost_no_telemetry(run_with):
     assert LOST["telemetry.jsonl"] not in screen.getvalue()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_makes_the_capture_that_was_due(interrupted):
     shutil.rmtree(interrupted / "captures")
     resume(interrupted)
@@ -212,6 +215,7 @@ def test_a_resumed_run_makes_the_capture_that_was_due(interrupted):
     assert load(path).step == 3
 
 
+@pytest.mark.slow
 def test_a_capture_without_a_following_step_is_reported_missing(run_with, caplog):
     out = run_with(1, LAYER, CAPTURE, steps=2)
     messages = [record.getMessage() for record in caplog.records]

@@ -75,6 +75,7 @@ def test_variants_of_the_library_equal_the_library(fmt, block, scale):
     assert torch.equal(mine.data.float() * spread, theirs.dequantize())
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @pytest.mark.parametrize("rule", ["up", "nearest", "down", "ocp"])
 @pytest.mark.parametrize("fmt", EIGHT_BITS)

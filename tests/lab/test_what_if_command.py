@@ -176,6 +176,7 @@ def test_the_json_of_what_if_equals_the_result(capsys, folder):
     assert not (folder / "lab").exists()
 
 
+@pytest.mark.slow
 def test_layers_by_step_are_in_the_order_of_the_steps(capsys, folder):
     write_capture(folder / "earlier.safetensors", step=1, seed=4)
     _, out, _ = call(capsys, "lab", "what-if", "c.safetensors", "earlier.safetensors", *SMALL, "--json")

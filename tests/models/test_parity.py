@@ -67,6 +67,7 @@ def test_where_mscales_cause_a_warning_transformers_computes_otherwise(mscales, 
     assert relative_gap(config, 0, tmp_path) > 1e-3
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", V2)
 def test_logits_equal_transformers_deepseek_v2(name, seed, tmp_path):

@@ -143,6 +143,7 @@ def test_the_warm_up_trains_the_indexers_alone_on_the_dense_attention_of_all_lay
     assert {int(name.split(".")[2]) for name in changed} == {0, 2}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradients_are_the_same_under_activation_checkpointing(use_reentrant):
     def checkpointed(run: Callable[..., object], *args: object) -> object:

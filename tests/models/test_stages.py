@@ -18,6 +18,7 @@ def tokens() -> Tensor:
     return torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("config", [MINI_V3, MINI_V2], ids=["v3", "v2"])
 @pytest.mark.parametrize("given", [1, 2, 3, [range(2), range(2, 3), range(3, 3)]], ids=["1", "2", "3", "only a head"])
 def test_loss_and_gradients_are_those_of_the_model_bit_for_bit(config, given):

@@ -270,6 +270,7 @@ def test_a_transformers_model_is_converted_but_for_its_head(llama):
     assert layers(convert(llama)) == ("converted 14 of 15 linear layers to deepseek_v3, skipped 1: 1 × output head")
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", ["deepseek_v3", "delayed"])
 def test_a_converted_transformers_model_trains(name, llama):
     model, tokens = convert(llama, Recipe.named(name)), torch.randint(64, (2, 16))

@@ -114,7 +114,7 @@ def test_main_grad_buffers_get_the_bits_of_a_backward_pass():
     assert torch.equal(layers[1].weight.main_grad, layers[0].weight.main_grad)
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "bf16", pytest.param("smooth_swiglu", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("deferred", [False, True])
 def test_gradients_are_added_to_a_main_grad_that_weights_get_after_the_forward_pass(recipe: str, deferred: bool):

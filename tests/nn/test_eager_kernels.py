@@ -92,6 +92,7 @@ def test_modules_are_recognized_by_what_they_compute(name: str):
     assert use_fused_kernels(make(name)) == FusedKernels(*EXPECTED[name])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", TRAINED)
 def test_in_float32_loss_and_gradients_are_those_of_the_model(name: str):
     model = make(name)
@@ -351,6 +352,7 @@ def test_a_model_is_converted_without_memory():
         assert apply_recipe(model).conversion_summary.fused == FusedKernels(3, 1)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "deepseek_v3"])
 def test_in_high_precision_a_converted_model_computes_the_same(name: str):
     model = make(name)

@@ -255,7 +255,7 @@ def tokens(counts: list[int]) -> tuple[Tensor, Tensor]:
     return torch.randn(sum(counts), 24, generator=generator), torch.randn(sum(counts), 40, generator=generator)
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @every_tiled_recipe
 @given(
     counts=some_counts,
@@ -276,7 +276,7 @@ def test_no_value_of_an_expert_changes_another_experts_gradient(name, counts, sp
     assert not torch.equal(found[expert], expected[expert])  # a NaN in it is unequal to itself, too
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @every_tiled_recipe
 @given(counts=some_counts)
 def test_the_gradient_of_an_expert_is_that_of_the_expert_alone(name, counts):
@@ -424,6 +424,7 @@ def test_an_observer_sees_nothing_outside_of_its_context(x, w):
 # NaN, Inf and overflow
 
 
+@pytest.mark.each_value
 @every_recipe
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 def test_nan_and_inf_in_x_are_not_finite_in_y(name, number, x, w):
@@ -436,6 +437,7 @@ def test_nan_and_inf_in_x_are_not_finite_in_y(name, number, x, w):
     assert not linear(x, w, None, recipe, history)[3].isfinite().any()
 
 
+@pytest.mark.each_value
 @every_recipe
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 def test_nan_and_inf_in_dy_are_not_finite_in_both_gradients(name, number, x, w, dy):
@@ -459,6 +461,7 @@ def test_an_activation_too_large_for_e4m3_saturates_without_a_scale(w):
 # dtypes and autocast
 
 
+@pytest.mark.each_value
 @every_recipe
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_result_and_the_gradient_have_the_inputs_dtype(name, dtype, x, w, dy):
@@ -516,6 +519,7 @@ def test_main_grad_accumulates_the_gradient_instead_of_grad(name, x, w, dy):
     assert torch.equal(w.main_grad, 1 + expected)
 
 
+@pytest.mark.each_value
 @every_recipe
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
 def test_main_grad_of_experts_accumulates_the_gradient_instead_of_grad(name, transposed, x, w_GNK, dy, offs):

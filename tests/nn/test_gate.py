@@ -100,6 +100,7 @@ def test_balance_moves_each_bias_by_the_speed_toward_the_mean():
     assert g.e_score_correction_bias.tolist() == pytest.approx([-0.001] * 5 + [0.001] * 5 + [0.0] * 6)
 
 
+@pytest.mark.slow
 def test_balance_drives_a_skewed_gate_toward_even_loads():
     g, x = gate(), torch.randn(512, 32) + 1.5  # the offset makes some experts' affinity larger for every token
     g.e_score_correction_bias.zero_()

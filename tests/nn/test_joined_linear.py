@@ -161,6 +161,7 @@ def test_compiled_layers_of_two_modules_that_alternate_have_their_own_results():
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 def test_a_weight_that_the_module_writes_in_between_is_read_again(is_compiled: bool):
     attention, x = converted(kind=RenewingAttention), input_of().detach()

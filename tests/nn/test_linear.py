@@ -200,6 +200,7 @@ def test_recomputing_does_not_quantize_again(x, quantizations):
 # Gradients of parameters
 
 
+@pytest.mark.each_value
 @every_recipe
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_have_the_parameters_dtype(name, dtype, x):
@@ -262,6 +263,7 @@ def test_a_layer_used_twice_sums_both_gradients(name, x):
     torch.testing.assert_close(layer.weight.grad, first.weight.grad + second.weight.grad, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.each_value
 @every_recipe
 @pytest.mark.parametrize("frozen", ["x", "weight"])
 def test_frozen_parameters_get_no_gradient_and_change_no_other(name, frozen, x):
@@ -290,6 +292,7 @@ def test_an_update_between_forward_and_backward_does_not_reach_this_backward(nam
 # Shapes
 
 
+@pytest.mark.each_value
 @every_recipe
 @pytest.mark.parametrize("shape", [(K,), (0, K), (3, 0, K), (2, 7, 10, K), (1, 1, K)], ids=str)
 def test_leading_dimensions_are_those_of_nn_linear(name, shape):
@@ -305,6 +308,7 @@ def test_leading_dimensions_do_not_change_the_values(name, x):
     assert torch.equal(layer(x.view(7, 20, K)), layer(x).view(7, 20, N))
 
 
+@pytest.mark.each_value
 @every_recipe
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (1, 300), (129, 1)])
 def test_sizes_start_at_1(name, inputs, outputs):
@@ -358,6 +362,7 @@ def test_a_state_dict_goes_through_a_file_without_pickled_code(x):
     assert torch.equal(layer(x), other(x))
 
 
+@pytest.mark.each_value
 @every_recipe
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 def test_a_copy_computes_the_same(name, copied, x):
@@ -385,6 +390,7 @@ def test_autocast_gives_its_dtype_and_gradients_in_the_inputs(name, x):
     assert (y.dtype, x.grad.dtype, layer.weight.grad.dtype) == (torch.bfloat16, torch.float32, torch.float32)
 
 
+@pytest.mark.each_value
 @every_recipe
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_recomputing_activations_changes_no_bit(name, use_reentrant, x):
@@ -406,6 +412,7 @@ def test_recomputing_activations_advances_no_history_twice(use_reentrant, x):
     assert torch.equal(once.history.amax_OH, twice.history.amax_OH)
 
 
+@pytest.mark.each_value
 @every_recipe
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_recomputing_activations_adds_to_main_grad_once(name, use_reentrant, x):
@@ -427,6 +434,7 @@ def test_compiled_without_a_graph_break_it_computes_the_same(name, x):
     assert same(gradients(compiled, x), gradients(layer, x))
 
 
+@pytest.mark.slow
 def test_compiled_it_adds_to_main_grad(x):
     layer = layer_of("deepseek_v3")
     expected = gradients(layer, x)[2]

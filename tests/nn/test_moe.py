@@ -95,6 +95,7 @@ def test_an_expert_without_tokens_gets_a_gradient_of_zeros():
         assert (weight.grad[:4].flatten(1).abs().sum(1) > 0).all()
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**31))
 def test_the_order_of_the_tokens_does_not_matter(seed):
     m, x = moe(seed), torch.randn(1, 12, 32)
@@ -264,6 +265,7 @@ def paper_balance(logits_BSE, k, scoring_func, top_k_BSK=None):
     return total / batch
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**31), st.integers(1, 3), st.integers(1, 7))
 def test_v3s_balance_loss_counts_the_top_k_of_the_unbiased_affinities(seed, batch, length):
     m, x = moe(seed), torch.randn(batch, length, 32)
@@ -272,6 +274,7 @@ def test_v3s_balance_loss_counts_the_top_k_of_the_unbiased_affinities(seed, batc
     assert m.pop_balance_loss().item() == pytest.approx(1e-2 * expected, rel=1e-5)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("settings", [V2, V2_LITE], ids=["V2", "V2-Lite"])
 @given(seed=st.integers(0, 2**31), batch=st.integers(1, 3), length=st.integers(1, 7))
 def test_v2s_balance_loss_counts_the_experts_that_tokens_go_to(settings, seed, batch, length):
@@ -345,6 +348,7 @@ def test_no_tokens_are_in_balance(shape):
     assert x.grad.shape == shape
 
 
+@pytest.mark.slow
 def test_descending_the_balance_loss_evens_the_load_within_a_sequence():
     m, x = moe(n_group=1, topk_group=1), torch.randn(1, 256, 32) + 0.7
     m.gate.e_score_correction_bias.zero_()

@@ -485,6 +485,7 @@ def test_checkpointed_layers_of_one_weight_quantize_it_once_in_all_micro_batches
     assert quantized == [(128, 128)]
 
 
+@pytest.mark.slow
 def test_compiled_autograd_runs_the_backward_pass_of_a_layer_that_is_not_compiled():
     layer, x = Linear(64, 128), torch.randn(3, 64)
     step(layer.weight)

@@ -148,6 +148,7 @@ def test_a_product_of_few_rows_is_well_formed():
     assert_well_formed(few_rows_nt, (x, norm_weight, 1e-6, weight, scale, False, add))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("row_invariant", [False, True])
 def test_attention_of_few_rows_is_well_formed(row_invariant: bool):
     drawn = few_rows.attention([70, 0], 3, 32) | {"row_invariant": row_invariant}

@@ -243,6 +243,7 @@ def test_masked_grouped_matmul_nt_is_a_well_formed_operator(fmt):
     torch.library.opcheck(masked_grouped_matmul_nt.overload, arguments, test_utils=checks(fmt))
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @every_format
 @pytest.mark.parametrize("counts", [[3, 0, 4], [7], [0]], ids=str)

@@ -91,6 +91,7 @@ def test_the_error_of_fp8_is_that_of_its_spacing(latent_dim: int, rope_dim: int,
     assert ((found - latent).abs() <= torch.maximum(latent.abs() * 2**-4, scale * 2**-10) * (1 + 1e-6)).all()
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
 def test_operators_are_well_formed(dtype: torch.dtype):
     cache, slots = new_cache(P, C, R, dtype), torch.tensor([1, 65])

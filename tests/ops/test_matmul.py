@@ -146,6 +146,7 @@ def checks(fmt: str):
     return "ALL" if fmt == "int8" else WITHOUT_ALLCLOSE
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @every_format
 @pytest.mark.parametrize("shape", [(5, 6, 130), (1, 1, 1), (0, 6, 128), (5, 6, 0)], ids=str)
@@ -155,6 +156,7 @@ def test_matmul_nt_is_a_well_formed_operator(fmt, shape):
     torch.library.opcheck(matmul_nt.overload, arguments, test_utils=checks(fmt))
 
 
+@pytest.mark.one_case
 @every_format
 def test_matmul_nt_takes_transposed_views_as_a_well_formed_operator(fmt):
     (a, a_scale, _), (b, b_scale, _) = operand(130, 5, fmt, (128, 1)), operand(130, 6, fmt, (128, 1))
@@ -162,6 +164,7 @@ def test_matmul_nt_takes_transposed_views_as_a_well_formed_operator(fmt):
     torch.library.opcheck(matmul_nt.overload, arguments, test_utils=checks(fmt))
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @every_format
 @pytest.mark.parametrize("accumulate", [False, True])

@@ -286,7 +286,14 @@ def refuses(call: Callable[..., Any], i: int, given: object) -> None:
         call(*arguments)
 
 
-@pytest.mark.parametrize("given", [1.5, [1.5], (SMALL, SMALL)], ids=["number", "list", "tuple"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(1.5, id="number"),
+        pytest.param([1.5], id="list", marks=pytest.mark.slow),  # 344 cases each take a second and more
+        pytest.param((SMALL, SMALL), id="tuple", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(("call", "i"), TENSORS)
 def test_arguments_that_are_no_tensors_are_refused(call: Callable[..., Any], i: int, given: object):
     refuses(call, i, given)

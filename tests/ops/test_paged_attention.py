@@ -80,6 +80,7 @@ def test_rows_of_one_text_see_as_many_positions_as_they_ask_for(rows_per_text: i
     torch.testing.assert_close(found.double(), expected(q, cache, pages, lengths), rtol=2e-6, atol=1e-5)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.uint8])
 def test_the_operator_is_well_formed(cache_dtype: torch.dtype):
     arguments = (

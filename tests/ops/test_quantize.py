@@ -295,6 +295,7 @@ def test_dequantizing_does_not_change_the_data(fmt):
 # Operator checks of torch
 
 
+@pytest.mark.one_case
 @every_format
 @both_scales
 def test_quantize_is_a_well_formed_operator(fmt, power_of_2):
@@ -305,6 +306,7 @@ def test_quantize_with_scale_is_a_well_formed_operator():
     torch.library.opcheck(quantize_with_scale.overload, (matrix(5, 130), torch.tensor([0.5]), "e4m3"))
 
 
+@pytest.mark.one_case
 @every_format
 def test_dequantize_is_a_well_formed_operator(fmt):
     args = (*quantize(matrix(5, 130), 2, 128, fmt, False), 2, 128, torch.bfloat16)

@@ -142,6 +142,7 @@ def test_the_operator_with_lse_is_well_formed():
     assert_fake_is_true(sparse_attention_with_lse, arguments)
 
 
+@pytest.mark.one_case
 @FORMS
 def test_the_paged_operator_is_well_formed(dtype: torch.dtype):
     q, cache = paged_operands(dtype)

@@ -140,6 +140,7 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     return {"do": gradient_of(case), "q": case.q, "latents": case.latents, **of_forward, **last}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_operator_is_well_formed(dtype: torch.dtype):
     assert_well_formed(sparse_attention_backward, [*arguments(dtype).values()])

@@ -43,6 +43,7 @@ def test_it_is_what_separate_operators_do(dtype: torch.dtype, cache_dtype: torch
     assert (given["absorbed"][..., :C] == 1).all()
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.uint8])
 def test_the_operator_is_well_formed(cache_dtype: torch.dtype):
     assert_well_formed(write_and_rotate, tuple(arguments(cache_dtype, t=1).values()))

@@ -42,6 +42,7 @@ def test_bf16_second_moment_of_steady_gradients_is_within_8_percent():
     assert (v - 1).abs().max() < 2**-8 / 0.05
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("formats", "bound"), [(OptimizerFormats(), 0.005), (FP8_LM, 0.06)], ids=["bf16", "fp8_lm"])
 def test_small_formats_move_the_weights_like_fp32(formats, bound):
     """Relative L2 distance of what 50 steps on gradients like noise did to the weights."""

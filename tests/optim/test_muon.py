@@ -247,6 +247,7 @@ def test_of_octiles_models_only_embedding_head_gates_and_norms_are_adamws():
     assert all("norm" in name for name in vectors)
 
 
+@pytest.mark.slow
 def test_everything_but_matrices_is_updated_as_by_adamw():
     model, other = mixture(), mixture()
     groups = muon_groups(model, 0.1)
@@ -283,6 +284,7 @@ def test_cached_fp8_weights_follow_a_step():
     assert torch.equal(model(x), fresh(x))
 
 
+@pytest.mark.slow
 def test_bytes_per_parameter_are_those_of_the_stored_tensors():
     model = mixture()
     optimizer = Muon(muon_groups(model, 0.1), 1e-2)

@@ -36,6 +36,7 @@ def test_every_schedule_is_drawn(capsys, folder, name):
     assert SCHEDULES[name].title in (folder / f"{name}.svg").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_path_with_brackets_is_printed_in_full(capsys, folder):
     code, out, err = call(capsys, "plan", "schedule", "--out", "new [/old].svg")
     assert (code, err) == (0, "")

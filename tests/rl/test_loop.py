@@ -151,6 +151,7 @@ def test_a_signal_ends_a_run_after_its_step_and_it_can_be_continued(config, whol
     assert_same_run(whole, loop.train(read_config(out), True, silent_console()))
 
 
+@pytest.mark.slow
 def test_a_full_disk_names_the_command_that_continues(config, tmp_path, monkeypatch, full_disk):
     out, take_step = tmp_path / "run", loop.RLTrainer.step
 
@@ -172,6 +173,7 @@ def test_a_finished_run_goes_on_with_more_steps_as_one_that_had_them_from_the_be
     assert_same_run(whole, loop.train(replace(read_config(out), steps=6), True, silent_console()))
 
 
+@pytest.mark.slow
 def test_a_failure_in_the_first_step_leaves_no_run_behind(config, tmp_path):
     file = tmp_path / "reward.py"
     file.write_text("def reward(prompt, completion, answer):\n    return 1 / 0\n")
@@ -265,6 +267,7 @@ def test_a_resumed_run_keeps_its_settings(whole, changes, message):
         loop.train(replace(read_config(whole), **changes), True, silent_console())
 
 
+@pytest.mark.slow
 def test_a_resumed_run_needs_the_same_files(config, tmp_path):
     file = tmp_path / "reward.py"
     file.write_text(config.reward.read_text())
@@ -288,6 +291,7 @@ def test_files_of_a_resumed_run_may_have_moved(config, tmp_path):
     assert read_config(out).reward == tmp_path / "moved.py"
 
 
+@pytest.mark.slow
 def test_a_model_in_bf16_stays_in_bf16_and_begins_with_the_folders_weights(config, tokenizer, tmp_path):
     folder = tmp_path / "bf16"
     torch.manual_seed(0)

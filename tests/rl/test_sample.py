@@ -34,6 +34,7 @@ def sample(
     return found
 
 
+@pytest.mark.slow
 def test_completions_are_in_the_order_of_their_groups_and_have_the_models_log_probabilities(model, tokenizer):
     completions = sample(model, tokenizer, {tokenizer.end}, sampling_seeds(0, 0, 6))
     assert [c.prompt for c in completions] == [PROMPTS[0]] * 3 + [PROMPTS[1]] * 3

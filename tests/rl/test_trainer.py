@@ -57,11 +57,13 @@ def test_with_another_recipe_the_differences_are_measured_and_can_be_corrected(u
     assert "weight_mean" not in lines[0]
 
 
+@pytest.mark.slow
 def test_importance_weights_of_equal_bits_are_reported_as_one(exact_folder, reward_file):
     lines = [make_trainer(exact_folder, reward_file, importance_limit=limit).step() for limit in (1.5, 0.5)]
     assert [(line["weight_mean"], line["weight_truncated"]) for line in lines] == [(1, 0), (0.5, 1)]
 
 
+@pytest.mark.slow
 def test_equal_rewards_change_nothing_at_the_beginning(exact_folder, tmp_path):
     (tmp_path / "reward.py").write_text("def reward(prompt, completion, answer):\n    return 1\n")
     trainer = make_trainer(exact_folder, tmp_path / "reward.py")
@@ -71,6 +73,7 @@ def test_equal_rewards_change_nothing_at_the_beginning(exact_folder, tmp_path):
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_steps_raise_the_reward(exact_folder, tmp_path):
     (tmp_path / "reward.py").write_text("def reward(prompt, completion, answer):\n    return completion.count('1')\n")
     trainer = make_trainer(exact_folder, tmp_path / "reward.py", group_size=16, lr=3e-3, kl_coefficient=0.0)
@@ -109,6 +112,7 @@ def recorded(monkeypatch, name):
     return calls
 
 
+@pytest.mark.slow
 def test_each_step_has_its_own_prompts_and_seeds(exact_folder, reward_file, monkeypatch):
     calls = recorded(monkeypatch, "sampling_seeds")
     trainer = make_trainer(exact_folder, reward_file, seed=3)
@@ -118,6 +122,7 @@ def test_each_step_has_its_own_prompts_and_seeds(exact_folder, reward_file, monk
     assert [args for args, _ in calls] == [(3, 0, 8), (3, 1, 8)]
 
 
+@pytest.mark.slow
 def test_short_completions_are_all_sampled_at_once(exact_folder, reward_file):
     trainer = make_trainer(exact_folder, reward_file, group_size=16)
     trainer.step()
@@ -197,6 +202,7 @@ def test_the_policy_is_trained_and_the_reference_is_not(exact_folder, reward_fil
     assert all(torch.equal(t, start[name]) for name, t in trainer.model.state_dict().items() if "bias" in name)
 
 
+@pytest.mark.slow
 def test_the_first_completion_of_each_prompt_is_stored_with_its_reward(exact_folder, reward_file):
     trainer = make_trainer(exact_folder, reward_file)
     trainer.step()
@@ -217,6 +223,7 @@ def test_a_context_that_is_too_short_is_refused(exact_folder, reward_file, monke
         make_trainer(exact_folder, reward_file, max_new_tokens=2)
 
 
+@pytest.mark.slow
 def test_gradients_that_are_not_finite_stop_the_run_before_the_update(exact_folder, reward_file, monkeypatch):
     trainer = make_trainer(exact_folder, reward_file)
     before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}

@@ -72,6 +72,7 @@ def test_latents_in_fp8_are_rounded_by_training_too(tokenizer, dtype):
     assert_equal(agreements(exact_model(dtype, FP8_LATENTS), tokenizer, cache_format="fp8")[0])
 
 
+@pytest.mark.slow
 def test_a_cache_that_rounds_otherwise_is_noticed(tokenizer):
     found, _ = agreements(exact_model(), tokenizer, cache_format="fp8")
     assert found[1].equal < found[1].tokens
@@ -86,7 +87,7 @@ def test_drafts_change_nothing(tokenizer, n_drafts):
     assert stats.drafted_tokens > 0
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize("max_ahead", [5, 0])
 def test_texts_that_were_preempted_have_the_same_bits(tokenizer, max_ahead):
     prompts = [text(60, n) for n in range(5)]
@@ -135,6 +136,7 @@ def test_a_batch_in_training_has_the_bits_of_each_text():
     assert torch.equal(together[:, :32], beginning)
 
 
+@pytest.mark.slow
 def test_the_usual_recipe_and_engine_do_not_agree(tokenizer):
     found, _ = agreements(exact_model(recipe=Recipe.deepseek_v3()), tokenizer, batch_invariant=False)
     assert found[1].equal < found[1].tokens // 10

@@ -59,6 +59,7 @@ def assert_equal_after_updates(model: DeepseekV3, tokenizer: Tokenizer, optimize
     assert seen[0] != seen[1] != seen[2]
 
 
+@pytest.mark.slow
 def test_log_probabilities_after_updates_are_those_of_training(tokenizer):
     assert_equal_after_updates(exact_model(), tokenizer, torch.optim.SGD)
 

@@ -101,7 +101,7 @@ def save_transformers_model(config: dict[str, Any], tokenizer: Tokenizer, folder
     return model
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:rope_scaling")  # a context that is not extended to the model's
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.exhaustive if name == "GLM-5" else ()) for name in MODELS]

@@ -34,10 +34,12 @@ def found(tmp_path_factory) -> list[str]:
     return faults(site)
 
 
+@pytest.mark.slow
 def test_a_page_that_fits_has_no_faults(found):
     assert [line for line in found if line.startswith(". ")] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTY)
 def test_each_fault_is_found(found, name):
     assert any(line.startswith(f"{name} {FAULTY[name][1]}") for line in found)

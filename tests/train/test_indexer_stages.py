@@ -17,6 +17,7 @@ def weights(trainer) -> dict[str, torch.Tensor]:
     return {name: t.clone() for name, t in trainer.model.state_dict().items()}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("recipe", ["bf16", "deepseek_v3"])
 def test_the_warm_up_changes_the_indexers_alone_and_no_bias_of_a_gate(new_trainer, recipe):
     trainer = new_trainer(model=SPARSE, indexer_stage="warm_up", recipe=recipe)
@@ -27,6 +28,7 @@ def test_the_warm_up_changes_the_indexers_alone_and_no_bias_of_a_gate(new_traine
     assert changed == {name for name in before if ".indexer." in name}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("model", [SPARSE, SHARED], ids=["indexer in each layer", "shared"])
 def test_the_sparse_stage_changes_every_weight(new_trainer, model):
     trainer = new_trainer(model=model, indexer_stage="sparse")

@@ -344,12 +344,14 @@ def test_a_file_where_a_run_needs_a_folder_is_refused_before_any_work(text, tmp_
     assert [path.name for path in out.iterdir()] == [name]
 
 
+@pytest.mark.slow
 def test_an_edited_number_of_steps_is_printed(half):
     file = half / "config.json"
     file.write_text(file.read_text().replace('"steps": 2', '"steps": 3'))
     assert "steps: 2 before, 3 now" in resume(half)
 
 
+@pytest.mark.slow
 def test_another_number_of_threads_is_warned_of(half, monkeypatch):
     threads = torch.get_num_threads()
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
@@ -358,6 +360,7 @@ def test_another_number_of_threads_is_warned_of(half, monkeypatch):
         resume(half, steps=3)
 
 
+@pytest.mark.slow
 def test_the_same_machine_is_not_warned_of(half, recwarn):
     resume(half, steps=3)
     assert not [warning for warning in recwarn if "computed with" in str(warning.message)]
@@ -378,6 +381,7 @@ def test_a_damaged_end_of_the_measurements_is_cut_and_reported(half, name, damag
     assert all(json.loads(line) for line in file.read_bytes().splitlines())
 
 
+@pytest.mark.slow
 def test_a_damaged_line_among_the_measurements_is_left_out_and_reported(half):
     file = half / "metrics.jsonl"
     first, second, *others = file.read_bytes().splitlines(keepends=True)
@@ -391,11 +395,13 @@ def test_missing_measurements_of_the_last_steps_are_reported(half):
     assert "metrics.jsonl has no measurements of the steps 1 to" in resume(half, steps=3)
 
 
+@pytest.mark.slow
 def test_measurements_that_are_gone_are_reported(half):
     (half / "metrics.jsonl").unlink()
     assert "metrics.jsonl: the measurements of the steps 1 to 2 are missing" in resume(half, steps=3)
 
 
+@pytest.mark.slow
 def test_undamaged_measurements_are_not_reported(half):
     said = resume(half, steps=3)
     assert "was damaged" not in said
@@ -434,6 +440,7 @@ def test_a_single_held_out_document_is_in_the_singular(text, tmp_path):
     assert re.fullmatch(r"[\d,]+ tokens in 1 document", held_out)
 
 
+@pytest.mark.slow
 def test_an_observer_is_entered_around_training_steps_only(text, tmp_path):
     validated, observed = [], []
 
@@ -527,6 +534,7 @@ def test_a_prompt_that_does_not_fit_the_context_is_refused_before_training(text,
     assert not (out / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_a_changed_number_of_steps_is_printed(half):
     assert "steps: 2 before, 3 now" in resume(half, steps=3)
 
@@ -546,6 +554,7 @@ def test_a_first_step_that_fails_does_not_block_the_run_folder(text, tmp_path, m
     assert list(metrics(out, "loss")) == [1]
 
 
+@pytest.mark.slow
 def test_a_later_step_that_fails_leaves_the_run(text, tmp_path, monkeypatch):
     out, launch = tmp_path / "run", Trainer.launch
     monkeypatch.setattr(Trainer, "launch", lambda self: launch(self) if self.steps_done < 2 else 1 / 0)
@@ -668,6 +677,7 @@ def test_a_killed_run_resumes_to_the_same_losses_and_weights(finished, text, tmp
 RULES = '[[rule]]\nwhen = "flushed >= 0%"\nthen = "bf16"\nproduct = "wgrad"\nlayers = "*.down_proj"\nfor_steps = 2\n'
 
 
+@pytest.mark.slow
 def test_the_printed_command_continues_a_run_with_guards_to_the_same_weights(text, tmp_path):
     straight, stopped, rules = tmp_path / "straight", tmp_path / "it's stopped", tmp_path / "rules.toml"
     rules.write_text(RULES, encoding="utf-8")
@@ -785,6 +795,7 @@ def test_a_second_signal_after_a_checkpoint_says_where_the_run_continues(half, m
         resume(half, steps=4)
 
 
+@pytest.mark.slow
 def test_a_stop_after_a_checkpoint_does_not_write_it_again(text, tmp_path, monkeypatch):
     saved, save = [], RunCheckpoints.save
 

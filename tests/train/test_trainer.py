@@ -81,6 +81,7 @@ def test_batches_are_prepared_while_the_host_waits_for_results(new_trainer, monk
     assert launched == [2]
 
 
+@pytest.mark.slow
 def test_micro_batches_of_a_step_share_rotary_tables(new_trainer, monkeypatch: pytest.MonkeyPatch):
     trainer, tables, compute = new_trainer(micro_batches=2), [], Rope.cos_sin
     monkeypatch.setattr(Rope, "cos_sin", lambda *arguments: tables.append(compute(*arguments)) or tables[-1])
@@ -121,6 +122,7 @@ def test_gemms_add_their_partial_sums_in_float32_in_training_and_validation(new_
     assert before == {name: getattr(torch.backends.cuda.matmul, name) for name in REDUCED_PRECISION}
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_seed_are_bit_identical(new_trainer):
     assert run(new_trainer(), 3) == run(new_trainer(), 3)
 
@@ -132,6 +134,7 @@ def test_forward_passes_are_in_the_recipes_precision(new_trainer, monkeypatch, r
     assert trainer.passes.precision() == (trainer.device, Recipe.named(recipe).compute)
 
 
+@pytest.mark.slow
 def test_an_engine_over_the_model_reports_the_log_probabilities_of_training_after_steps(new_trainer, store):
     trainer = new_trainer(recipe="exact")
     runner = ModelRunner(LiveWeights(trainer.model), 4, batch_invariant=True)
@@ -217,7 +220,7 @@ def test_the_values_of_each_phase(scheduled):
     assert rates == pytest.approx([1, 1, 1, 1, 1, 0.55, 0.1, 0.1, 0.05, 0.05])
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "step", [1, 3, 5, 7, *(pytest.param(step, marks=pytest.mark.exhaustive) for step in (2, 4, 6, 8, 9))]
 )
@@ -237,12 +240,14 @@ def test_a_run_continues_bit_for_bit_in_each_phase(scheduled, store, step):
     assert [name for name, t in expected.items() if not torch.equal(t, tensors[name])] == []
 
 
+@pytest.mark.slow
 def test_the_late_weight_of_multi_token_prediction_is_that_of_its_loss(scheduled):
     for line, weight in ((scheduled[1][4], 0.3), (scheduled[1][5], 0.1)):
         total = line["main_loss"] + weight * line["mtp_loss"] + line["balance_loss"]
         assert line["loss"] == pytest.approx(total, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_bias_of_experts_stays_after_the_end_of_balancing(scheduled):
     states, _, last = scheduled
     names = [name for name in last if name.endswith("e_score_correction_bias")]
@@ -252,6 +257,7 @@ def test_the_bias_of_experts_stays_after_the_end_of_balancing(scheduled):
         assert not torch.equal(states[6][0][f"model.{name}"], last[name])
 
 
+@pytest.mark.slow
 def test_uneven_micro_batches_add_up_to_the_whole_batch(new_trainer):
     ramp = {"steps": 4, "initial_batch_size": 3, "batch_ramp": 1.0}
     whole = new_trainer(**ramp).step()
@@ -261,6 +267,7 @@ def test_uneven_micro_batches_add_up_to_the_whole_batch(new_trainer):
     assert in_parts["grad_norm"] == pytest.approx(whole["grad_norm"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_moving_average_is_part_of_the_state(new_trainer, store, tmp_path):
     config = micro()
     config = replace(config, optim=replace(config.optim, ema_decay=0.9))

@@ -63,6 +63,7 @@ def test_models_of_the_dense_decoder_are_compared():
     assert {(goals.SAVED, goals.BF16), (goals.SAVED_LESS, goals.BF16)} <= compared
 
 
+@pytest.mark.slow
 def test_models_of_the_rank_slice_are_compared():
     rows = list(step.mixture(ModelConfig.tiny(), RANKS, 64, "cpu", time.monotonic()))
     assert (goals.STEP, goals.EAGER) in {(row.what, row.against.peer) for row in rows if row.against}

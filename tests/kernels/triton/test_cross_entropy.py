@@ -54,6 +54,7 @@ def test_any_strides():
     check(strided, torch.stack((labels, labels), 1)[:, 0], torch.tensor(0.01).expand(40))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize("where", ["a logit", "the first columns", "the last columns", "the row"])
 def test_nan_and_inf_stay_in_their_row(bad: str, where: str):

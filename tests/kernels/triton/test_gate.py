@@ -54,6 +54,7 @@ def test_choice_and_weights(settings: tuple[Any, ...], t: int, bias_dtype: torch
     _assert_close(weights, expected_weights)
 
 
+@pytest.mark.one_case
 @any_gpu
 @every_setting
 def test_a_program_chooses_for_one_token(settings: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch):
@@ -78,6 +79,7 @@ def test_all_programs_of_row_invariant_choices_have_as_many_tokens(monkeypatch: 
     assert tokens_of_program == 3 * tokens_of_program[:1]
 
 
+@pytest.mark.one_case
 @any_gpu
 @every_setting
 def test_parts_of_logits_are_summed_in_their_order(settings: tuple[Any, ...]):
@@ -171,6 +173,7 @@ with_gemm = pytest.mark.parametrize(("t", "d"), [(0, 40), (1, 64), (T, 100)])
 every_weight = pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
+@pytest.mark.one_case
 @pytest.mark.each_pair
 @any_gpu
 @every_setting
@@ -199,6 +202,7 @@ def _check_gradients(settings: tuple[Any, ...], t: int, d: int, weight_dtype: to
     torch.testing.assert_close(dweight, expected_dweight, rtol=2.0**-15, atol=2.0**-15)
 
 
+@pytest.mark.one_case
 @pytest.mark.each_pair
 @hopper
 @every_setting
@@ -212,11 +216,13 @@ def test_gradients_with_the_gemms(
     _check_gradients(settings, t, d, weight_dtype, given)
 
 
+@pytest.mark.one_case
 @every_weight
 def test_gradients_with_the_gemms_of_several_tiles_of_columns(weight_dtype: torch.dtype):
     _check_gradients((4, 4, 2, 2, "sigmoid", True, 2.5), T, 200, weight_dtype, "both")
 
 
+@pytest.mark.one_case
 @every_weight
 def test_dx_is_as_close_as_its_rounding_where_products_cancel(weight_dtype: torch.dtype):
     dweights, logits, experts, weight = canceling(T, 200, 16)

@@ -9,6 +9,7 @@ from tests.kernels.triton.gpus import any_gpu
 pytestmark = [pytest.mark.usefixtures("gpu"), any_gpu]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n_bytes", [1, 6, 12, 224, 7168])
 @pytest.mark.parametrize("counts", [[0], [5], [0, 0, 0], [3, 0, 8], [40, 2, 28], [999]])
 def test_as_many_rows_as_the_counts_add_up_to_are_copied(n_bytes: int, counts: list[int]):

@@ -47,6 +47,7 @@ def test_nt(ends: list[int], dtype: torch.dtype):
     assert not out[ends[-1] :].any(), "rows past the last group must be zero"
 
 
+@pytest.mark.one_case
 @pytest.mark.each_pair
 @every_dtype
 @every_offset
@@ -67,6 +68,7 @@ def test_with_expected_rows_a_row_has_the_same_bits_in_a_group_of_any_size():
     assert torch.equal(alone, together[40:41])
 
 
+@pytest.mark.one_case
 @pytest.mark.each_pair
 @every_dtype
 @every_offset

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.usefixtures("gpu")
 SLOTS = torch.tensor([130, -1, 5, 64])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("sizes", [(512, 64), (136, 6), (96, 32)], ids=str)
 @every_cache
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -30,6 +30,7 @@ def test_any_shape(shape: tuple[int, int], power_of_2: bool):
     _check(finite(*shape), torch.rand(shape[1]) + 0.5, power_of_2=power_of_2)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("fmt", ["e5m2", "int8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_other_dtypes_and_strides(fmt: str, dtype: torch.dtype):
@@ -87,6 +88,7 @@ def test_gradients(shape: tuple[int, int], dtype: torch.dtype, added: bool):
     torch.testing.assert_close(dweight, expected_dweight, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.one_case
 @any_gpu
 @pytest.mark.parametrize("shape", [(70, 300), (1, 7), (3, 5000), (0, 128)], ids=str)
 @pytest.mark.parametrize("given", [(True, False), (False, True), (True, True)], ids=["second", "third", "both"])

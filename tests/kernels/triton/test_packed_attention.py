@@ -43,7 +43,7 @@ def test_results_and_gradients(sizes: tuple[int, int, int], dtype: torch.dtype, 
             assert (ours.float() - exact).norm() <= 1e-2 * exact.norm()
 
 
-@pytest.mark.one_case  # an architecture
+@pytest.mark.slow
 def test_more_texts_than_a_program_reads_at_once():
     q, k, v, do = (t[:9] for t in inputs(1, 16, 16, torch.float32))
     texts = torch.tensor([*[0] * 256, 4, *[4] * 3, 9], dtype=torch.int32), SCALE
@@ -55,7 +55,7 @@ def test_more_texts_than_a_program_reads_at_once():
         torch.testing.assert_close(ours, exact)
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize("operand", range(4), ids=["q", "k", "v", "do"])
 def test_a_nan_stays_in_its_text(operand: int):
     operands = inputs(2, 24, 16, torch.float32)

@@ -77,7 +77,7 @@ def test_a_row_of_parts_does_not_depend_on_other_rows(
         assert torch.equal(alone[0], together[row])
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.usefixtures("new_memory_is_nan")
 @pytest.mark.parametrize("gpu", EVERY_GPU, indirect=True)

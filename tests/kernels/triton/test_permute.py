@@ -66,6 +66,7 @@ def test_sums_are_added_to_rows(shape: tuple[int, int, int], dtype: torch.dtype)
         assert_same([found], [expected])
 
 
+@pytest.mark.one_case
 @every_shape
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gradients_of_weighted_rows(shape: tuple[int, int, int], dtype: torch.dtype):

@@ -19,6 +19,7 @@ def _assert_same(x: Tensor, block: tuple[int, int], fmt: str, power_of_2: bool =
     assert_same(found, reference.quantize(x, *block, fmt, power_of_2))
 
 
+@pytest.mark.one_case
 @hopper
 @pytest.mark.parametrize(
     "block",
@@ -30,6 +31,7 @@ def test_blocks_on_a_ragged_matrix(block: tuple[int, int]):
     _assert_same(torch.randn(131, 200) * torch.exp2(torch.randn(131, 1) * 8), block, "e4m3")
 
 
+@pytest.mark.one_case
 @every_format
 @pytest.mark.parametrize("power_of_2", [False, True])
 def test_magnitudes_of_all_of_fp32(fmt: str, power_of_2: bool):
@@ -117,6 +119,7 @@ def _same_values(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) 
         assert torch.equal(data, expected_data)
 
 
+@pytest.mark.one_case
 @pytest.mark.each_pair
 @any_gpu
 @pytest.mark.parametrize("power_of_2", [False, True])

@@ -34,6 +34,7 @@ def test_texts_of_any_lengths(sizes: tuple[int, int, int], dtype: torch.dtype, i
         torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-8 * float(v.float().abs().max()))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("operand", "row", "untouched", "broken"),
     [

@@ -68,6 +68,7 @@ def test_gradients_of_keys(shape: Shape, dtype: torch.dtype):
     torch.testing.assert_close(found[1], expected[1], **tolerance)
 
 
+@pytest.mark.one_case
 @pytest.mark.each_pair
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("heads", [(3, 1), (17, 2), (2, 9)], ids=str)

@@ -59,6 +59,7 @@ def test_tokens_are_the_references(monkeypatch, vocabulary, how, parts, dtype):
     assert_chosen((logits.to(dtype), *numbers))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("parts", [1, 8])
 @pytest.mark.parametrize("how", [{"temperature": 0.0}, {"top_k": 3, "top_p": 0.5, "min_p": 0.3}], ids=str)
 def test_rows_that_are_not_truncated_leave_all_tokens(monkeypatch, how, parts):
@@ -122,6 +123,7 @@ def test_a_token_that_is_alone_is_chosen_whatever_its_noise_is():
     assert kernel.launch(logits, torch.tensor([68]), 0 * positions, *how, FIXED_POINT).tolist() == [1150]
 
 
+@pytest.mark.slow
 def test_what_rows_ask_for_may_be_columns_of_a_matrix(monkeypatch):
     monkeypatch.setitem(SAMPLE_TOKENS, "BLOCK", 32)
     logits, *numbers = rows(70, top_k=9, top_p=0.7, min_p=0.01)

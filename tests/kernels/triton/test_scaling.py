@@ -62,6 +62,7 @@ def test_quotients_of_any_magnitude(exponent: int):
     assert torch.equal(_quotient(x, scale), x / scale)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("scale", [2.0**-126, 0.7, 3e38 / 448, float("inf"), float("nan")])
 def test_zeros_keep_their_sign_and_inf_and_nan_are_visible(scale: float):
     x = torch.tensor([0.0, -0.0, 2.0**-149, -(2.0**-149), 5.0, -5.0, float("inf"), float("-inf"), float("nan")])

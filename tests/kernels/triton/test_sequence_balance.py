@@ -22,6 +22,7 @@ def _experts(t: int, e: int, k: int) -> Tensor:
     return torch.rand(t, e, generator=torch.Generator().manual_seed(e)).topk(k).indices
 
 
+@pytest.mark.one_case
 @pytest.mark.each_pair
 @functions
 @pytest.mark.parametrize("given", [False, True])

@@ -200,6 +200,7 @@ def test_high_precision(shape: tuple[int, int], dtype: torch.dtype):
     assert ((found.float() - expected.float()).abs() <= 8 * spacing).all()
 
 
+@pytest.mark.one_case
 @any_gpu
 @high_precision_shapes
 @every_dtype

@@ -140,6 +140,7 @@ def test_without_a_hopper_gpu_the_requirement_is_printed(capsys):
     assert "needs a Hopper GPU" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_hoppers_mma_sync_has_no_fp8_unit(tmp_path):
     knobs = pytest.importorskip("triton.knobs")
     pytest.importorskip("cuda.bindings.nvrtc")

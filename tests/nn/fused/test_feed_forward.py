@@ -257,7 +257,7 @@ def some_gradients_of_experts(recipe: Recipe) -> tuple[Tensor, Tensor, Tensor, t
     return x, dy, expert_T, gradients_of_experts(recipe, x, dy, expert_T)
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @every_fused
 @given(value=st.sampled_from([1e3, -1e20, float("inf"), float("nan")]), of_dy=st.booleans(), data=st.data())
 @settings(max_examples=20)

@@ -203,6 +203,7 @@ def difference(name: str, layer: str) -> list[float]:
     return [((b - a).norm() / a.norm()).item() for a, b in zip(fused, unfused, strict=True)]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("name", "layer"), HOOKED)
 def test_a_hook_changes_no_output_and_gradients_by_what_backward_reads_in_fp8(name, layer):
     of_output, *of_gradients = difference(name, layer)

@@ -95,6 +95,7 @@ def separate(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(fused_layers, "why_not_join_weights", lambda *_: "the test asks for it")
 
 
+@pytest.mark.one_case
 @every_module
 @every_recipe
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -153,6 +154,7 @@ def test_frozen_layers_pass_on_the_same_gradient():
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=False))
 
 
+@pytest.mark.one_case
 @every_module
 @every_recipe
 def test_observers_see_the_operands_of_each_layer(name: str, recipe: Recipe, separate: Callable[[], None]):

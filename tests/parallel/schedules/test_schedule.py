@@ -72,6 +72,7 @@ def test_every_rank_holds_as_many_stages_as_its_kind_says(schedule):
     assert {len(schedule.stages(rank)) for rank in range(schedule.n_ranks)} == {SCHEDULES[schedule.name].copies}
 
 
+@pytest.mark.slow
 @given(schedules().filter(lambda schedule: len(schedule.placement) == 1))
 def test_the_executor_of_torch_takes_the_table_of_one_direction(schedule):
     executor = torch_schedules._PipelineScheduleRuntime.__new__(torch_schedules._PipelineScheduleRuntime)

@@ -168,7 +168,7 @@ def test_the_same_result_gives_the_same_page(tmp_path):
     assert write_compare_report(tmp_path, result).read_bytes() == first
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     "recipes",

@@ -104,6 +104,7 @@ def test_the_texts_of_the_figure_do_not_touch(make_run, monkeypatch, rows, panel
     assert sum(title in on_desk for title in titles) == panels
 
 
+@pytest.mark.slow
 def test_the_figure_can_be_saved_and_is_refused_without_telemetry(make_run, tmp_path):
     run = make_run(STEPS, telemetry=measured_step(2))
     assert save_figure(run, "telemetry", tmp_path / "a.svg").stat().st_size

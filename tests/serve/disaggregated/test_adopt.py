@@ -96,6 +96,7 @@ def test_the_text_is_that_of_one_engine(request, tokenizer, of, n_drafts):
     assert apart.writer.stats().used_pages == apart.reader.stats().used_pages == 0
 
 
+@pytest.mark.slow
 def test_a_request_that_is_put_back_is_read_anew(model, tokenizer):
     asked = [(prompt_of(tokenizer, i, 60), Sampling(80, seed=i, ignore_eos=True)) for i in range(2)]
     single = one_engine(model, tokenizer)

@@ -642,7 +642,7 @@ PENALTIES = Sampling(
 )
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize("n_drafts", [0, 1, 3])
 def test_penalties_give_the_same_text_in_a_batch_with_drafts_and_preemption(engine_of, n_drafts):
     runner = FakeRunner(n_pages=20, scale=2.0, max_ahead=4, n_drafts=n_drafts)

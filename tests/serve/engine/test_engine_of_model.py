@@ -31,7 +31,7 @@ def texts_of(tokenizer, fp8, requests, n_drafts=0, max_ahead=0):
     return [request.tokens for request in added], engine.stats()
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize("fp8", [True, False])
 def test_a_text_is_the_same_alone_in_a_batch_and_with_drafts(tokenizer, fp8):
     alone = [texts_of(tokenizer, fp8, [i])[0][0] for i in range(3)]
@@ -90,7 +90,7 @@ OF_TEXT = (
 )
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize("ways", [OF_TEXT, OF_TEXT[2:]], ids=["of_text", "logprobs"])
 @pytest.mark.parametrize("n_drafts", [2, 1])
 def test_texts_with_drafts_are_the_same_where_their_tokens_are_chosen_between_parts_of_steps(tokenizer, ways, n_drafts):

@@ -138,6 +138,7 @@ def test_texts_are_the_json_of_a_schema(tokenizer, n_drafts, temperature):
         assert set(found["tags"]) <= {"red", "green"}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n_drafts", [0, 2])
 def test_a_text_of_a_grammar_is_the_same_alone_and_next_to_others(tokenizer, n_drafts):
     grammars = [json_schema(SCHEMA), "", regex("(abc|de)*f"), ""]

@@ -268,7 +268,7 @@ def test_each_request_gets_what_it_gets_where_each_pass_is_collected_at_once(eng
     assert (stats.finished, stats.used_pages, stats.running, stats.waiting) == (30, 0, 0, 0)
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize("ways", [WAYS, OF_TEXT], ids=["mixed", "of_text"])
 @pytest.mark.parametrize("seed", range(4))
 def test_texts_that_were_preempted_are_the_same(engine_of, seed, ways):
@@ -280,6 +280,7 @@ def test_texts_that_were_preempted_are_the_same(engine_of, seed, ways):
     assert engine.stats().used_pages == 0
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("ways", [WAYS, OF_TEXT], ids=["mixed", "of_text"])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_canceled_request_changes_no_other(engine_of, seed, ways):
@@ -310,6 +311,7 @@ def test_texts_with_drafts_are_those_of_steps_that_are_collected_at_once(engine_
     assert (stats.finished, stats.used_pages, stats.running, stats.waiting) == (30, 0, 0, 0)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("ways", [WAYS, OF_TEXT], ids=["mixed", "of_text"])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_canceled_request_with_drafts_changes_no_other(engine_of, seed, ways):

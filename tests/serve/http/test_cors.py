@@ -160,6 +160,7 @@ def fetch(browser, site):
         yield lambda served, body: page.evaluate(FETCH, [f"{served.url}/v1/completions", body])
 
 
+@pytest.mark.slow
 def test_a_script_of_an_allowed_origin_reads_answers_streams_and_errors(serve, site, fetch):
     served = serve(origins=(site,), api_keys=("secret",))
     assert '"completion_tokens":5' in fetch(served, COMPLETION)
@@ -167,6 +168,7 @@ def test_a_script_of_an_allowed_origin_reads_answers_streams_and_errors(serve, s
     assert "max_tokens must be at least 1" in fetch(served, {**COMPLETION, "max_tokens": 0})
 
 
+@pytest.mark.slow
 def test_a_script_of_another_origin_reads_nothing(serve, fetch):
     served = serve(origins=(ORIGIN,), api_keys=("secret",))
     assert fetch(served, COMPLETION) == "TypeError"

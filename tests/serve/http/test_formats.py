@@ -197,6 +197,7 @@ def test_a_call_that_is_required_follows_its_schema(chat, seed):
     assert are_valid(choice.message.tool_calls)
 
 
+@pytest.mark.slow
 def test_several_calls_may_be_required(chat):
     (choice,) = chat(["<｜tool▁call▁begin｜>"], tools=[TRIP, STOP], tool_choice="required").choices
     assert len(choice.message.tool_calls) > 1

@@ -79,6 +79,7 @@ def test_structured_output_is_an_object_of_the_model(random_text):
     assert isinstance(trip, Trip)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_call_and_its_result(serve, tokenizer, stream):
     of_v31 = {"template": V31, "tokenizer": with_tokens(tokenizer)}

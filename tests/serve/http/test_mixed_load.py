@@ -77,6 +77,7 @@ def load(of_v31, start):
     return asked, answers_alone(start().url, asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_drafts", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
 def test_answers_under_mixed_load_are_those_alone(load, start, n_drafts):
     asked, alone = load

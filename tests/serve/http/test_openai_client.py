@@ -126,6 +126,7 @@ def test_logprobs_of_a_chat_have_the_bytes_of_half_a_character(tokenizer):
     assert entry["bytes"] == entry["top_logprobs"][0]["bytes"] == [0xC3]
 
 
+@pytest.mark.slow
 def test_a_chat_has_the_rest_of_the_context_by_default(client, served):
     usage = client.chat.completions.create(model="micro", messages=[{"role": "user", "content": "a"}]).usage
     assert usage.total_tokens == served.service.context

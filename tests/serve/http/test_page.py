@@ -54,6 +54,7 @@ def send(page, text: str) -> None:
     page.get_by_role("button", name="Send").click()
 
 
+@pytest.mark.slow
 def test_a_thought_of_its_own_field_is_folded_before_the_answer(serve, open_page):
     page = open_page(serve(template="a", answer=list("<think>why</think>because"), parsers=Parsers("deepseek_r1")))
     send(page, "Why?")
@@ -112,6 +113,7 @@ def test_the_browser_shows_speed_cache_and_acceptance_and_stops(serve, open_page
     sync_api.expect(page.locator("#requests")).to_have_text("0, 0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "viewport",
     [pytest.param((390, 844), id="390"), pytest.param((1280, 800), id="1280", marks=pytest.mark.exhaustive)],
@@ -134,6 +136,7 @@ def test_meters_stay_in_view_while_a_long_answer_streams(serve, open_page, viewp
     wait_until(served.is_idle)
 
 
+@pytest.mark.slow
 def test_code_between_fences_is_monospaced_and_is_no_markup(serve, open_page):
     page = open_page(serve(template="{{ messages[0].content }}"))
     page.get_by_label("new tokens").fill("60")
@@ -159,6 +162,7 @@ def test_thoughts_are_folded_and_can_be_unfolded(serve, open_page):
     assert thought.locator("div").inner_text() == "a secret"
 
 
+@pytest.mark.slow
 def test_thoughts_that_are_unfolded_stay_so_while_the_answer_is_written(serve, open_page):
     served = serve(step_seconds=0.005, template="{{ messages[0].content }}")
     page = open_page(served)
@@ -204,6 +208,7 @@ def test_a_system_prompt_goes_before_each_chat(serve, open_page):
         assert messages.nth(2 * n - 1).inner_text().startswith("[system] Be brief.\n[user] one\n")
 
 
+@pytest.mark.slow
 def test_a_text_that_is_continued_has_no_system_prompt(serve, open_page):
     page = open_page(serve())
     page.get_by_label("mode").select_option("text")
@@ -212,6 +217,7 @@ def test_a_text_that_is_continued_has_no_system_prompt(serve, open_page):
     sync_api.expect(page.get_by_text("system prompt")).to_be_visible()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["chat", pytest.param("text", marks=pytest.mark.exhaustive)])
 def test_what_is_cleared_while_it_is_written_leaves_nothing(serve, open_page, mode):
     served = serve(step_seconds=0.01)
@@ -237,6 +243,7 @@ def test_an_error_is_shown_in_the_browser(serve, open_page):
     assert page.get_by_label("prompt", exact=True).input_value() == "a"
 
 
+@pytest.mark.slow
 def test_the_end_of_an_answer_is_above_the_footer(serve, open_page):
     page = open_page(serve(), viewport={"width": 390, "height": 844})
     page.get_by_label("new tokens").fill("600")
@@ -246,6 +253,7 @@ def test_the_end_of_an_answer_is_above_the_footer(serve, open_page):
     assert end["y"] + end["height"] <= footer["y"] + 1
 
 
+@pytest.mark.slow
 def test_an_empty_number_of_new_tokens_is_the_rest_of_the_context(serve, open_page):
     page = open_page(serve(max_position=100))
     page.get_by_label("new tokens").fill("")
@@ -254,6 +262,7 @@ def test_an_empty_number_of_new_tokens_is_the_rest_of_the_context(serve, open_pa
     sync_api.expect(page.locator(".facts")).to_contain_text("limit of tokens")
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("width", [320, pytest.param(390, marks=pytest.mark.exhaustive), 1280])
 def test_controls_of_a_row_are_in_line_and_show_their_text(serve, open_page, width):
     page = open_page(serve(), viewport={"width": width, "height": 844})
@@ -282,6 +291,7 @@ def test_a_missing_key_is_asked_for_without_words_of_http(serve, open_page):
     sync_api.expect(page.locator("#about")).to_have_text("the API key is missing · fill in the field “API key” below")
 
 
+@pytest.mark.slow
 def test_a_key_that_no_request_can_carry_is_refused_by_its_name(serve, open_page):
     page = open_page(serve(api_keys=("secret",)))
     page.get_by_label("API key").fill("ключ")
@@ -289,6 +299,7 @@ def test_a_key_that_no_request_can_carry_is_refused_by_its_name(serve, open_page
     sync_api.expect(page.locator("#about")).to_have_text("the API key must have only characters of ASCII")
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_fits_a_telephone_and_has_contrast(serve, open_page, scheme):
     page = open_page(serve(), viewport={"width": 390, "height": 844}, color_scheme=scheme)

@@ -133,6 +133,7 @@ def test_events_have_names(serve, tokenizer):
         assert name == f"event: {json.loads(data.removeprefix('data: '))['type']}"
 
 
+@pytest.mark.slow
 def test_openais_helper_collects_a_stream(serve, tokenizer):
     served = serve(template=V31, tokenizer=with_tokens(tokenizer), parsers=PARSERS, answer=list(WHOLE))
     client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0)
@@ -197,6 +198,7 @@ def test_a_conversation_is_rendered_as_messages(respond):
     )
 
 
+@pytest.mark.slow
 def test_an_answer_can_be_sent_back(respond):
     first = respond([WHOLE], tools=[TOOL], **THINKING)
     results = [

@@ -104,6 +104,7 @@ STREAMED = st.builds(
 )
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("form", [Completion, ChatCompletion])
 @given(new=st.lists(STREAMED), shown=st.builds(Shown, st.just(False), *[st.booleans()] * 3))
 def test_an_event_is_its_chunk_whether_or_not_its_fields_were_serialized_before(tokenizer, form, new, shown):

@@ -142,6 +142,7 @@ def test_a_slow_client_gets_all_of_its_stream(serve, files, trusting):
     wait_until(served.is_idle)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_client_that_does_not_read_fills_no_memory_and_loses_its_connection(
     serve, files, trusting, monkeypatch, capfd, stream

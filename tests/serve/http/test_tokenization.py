@@ -71,7 +71,7 @@ def test_they_need_a_key_where_completions_do(serve, path):
 
 
 @pytest.mark.skipif(not HAS_MALLOC_INFO, reason="needs glibc 2.33")
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_the_words_of_texts_are_not_cached(served, is_chat):
     drawn, used = random.Random(0), list[int]()

@@ -63,6 +63,7 @@ def test_a_stream_has_tokens_and_versions(exact, path):
     assert {choice["weights_version"] for choice in choices} == {0}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_token_that_has_ended_a_text_is_the_last_one_and_has_its_log_probability(exact, model, path, stream):

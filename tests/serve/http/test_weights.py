@@ -117,7 +117,7 @@ def test_after_an_update_all_is_that_of_the_new_weights_at_the_same_addresses(se
     assert 'octile_http_responses_total{path="/update_weights_from_disk",status="200"} 2.0' in metrics
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize("in_flight", get_args(InFlight))
 def test_requests_in_flight_end_or_go_on_as_the_trainer_chooses(served, folders, in_flight):
     with ThreadPoolExecutor(1) as pool:
@@ -267,6 +267,7 @@ def test_a_second_update_is_refused_while_one_runs(served, folders, monkeypatch)
     assert update(served, folders[0]).status_code == 200
 
 
+@pytest.mark.slow
 def test_one_of_two_updates_that_come_together_is_refused(served, folders):
     async def post_both() -> list[httpx.Response]:
         """In the server's event loop, where both requests are read in the same turns."""
@@ -299,6 +300,7 @@ def test_an_update_whose_client_leaves_before_it_is_written_is_canceled(served, 
     assert_serves(served, folders[0], 0)
 
 
+@pytest.mark.slow
 def test_an_update_whose_time_is_over_is_canceled_and_what_it_opens_later_is_closed(served, folders, monkeypatch):
     weights, may_open, closed = served.pair.server._updates._weights, threading.Event(), threading.Event()
     right = weights.open
@@ -320,6 +322,7 @@ def test_an_update_whose_time_is_over_is_canceled_and_what_it_opens_later_is_clo
     assert update(served, folders[1]).json()["weights_version"] == 1
 
 
+@pytest.mark.slow
 def test_an_update_that_is_written_when_its_time_is_over_is_answered_when_it_ends(served, folders, monkeypatch):
     right, sender, sent = replaceable.write_parts, served.service.engine._sender, []
     send = sender.send

@@ -104,6 +104,7 @@ def test_the_cache_has_keys_of_the_layers_with_an_indexer_alone(model, index_for
     assert counted - of_all == 2 * 64 * 2 * SHARED.latent_dim  # two layers more, and as many indexers
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("weights", ["float32", "fp8"])
 def test_a_saved_model_is_served(model, tmp_path, weights):
     save(model, tmp_path, weights)
@@ -113,7 +114,7 @@ def test_a_saved_model_is_served(model, tmp_path, weights):
     assert [layer for layer, block in enumerate(served[0].blocks) if block.attention.indexer is not None] == [0, 2]
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize("max_ahead", [4, 0])
 def test_texts_with_drafts_are_the_greedy_ones_of_whole_forward_passes(tokenizer, max_ahead):
     config = replace(MICRO_SPARSE, indexer_rope_interleave=True, indexer_types=("full", "shared"))

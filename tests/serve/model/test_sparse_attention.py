@@ -129,6 +129,7 @@ def test_an_indexer_in_fp32_writes_the_texts_of_transformers(theirs, tokenizer):
     assert greedy_texts(model, tokenizer, "e4m3") != expected
 
 
+@pytest.mark.slow
 def test_the_default_rounds_the_indexer_as_published(theirs):
     model, _ = theirs
     for i, logits in enumerate(read_all(ModelRunner(model, N_PAGES))):
@@ -170,7 +171,7 @@ def test_a_cache_in_fp8_changes_the_latents_that_are_read_and_not_the_choice():
         assert 1e-4 < error(logits, whole(model, text(LENGTHS[i], i))) < 2**-4
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
 @pytest.mark.parametrize("cache_format", ["float32", "fp8"])
 def test_a_batch_invariant_runner_has_the_same_bits_however_texts_are_read(fp8, cache_format):
@@ -286,7 +287,7 @@ def test_a_text_is_the_greedy_one_of_whole_forward_passes(tokenizer, greedy, bat
     assert texts_of(tokenizer, [PROMPTS[i] for i in greedy], **options)[0] == [*greedy.values()]
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize("max_ahead", [0, 4])
 @pytest.mark.parametrize("n_drafts", [0, 2])
 def test_a_text_is_the_same_in_a_batch_with_drafts_and_launched_ahead(tokenizer, alone, n_drafts, max_ahead):
@@ -301,6 +302,7 @@ def test_a_text_is_the_same_where_it_was_preempted(tokenizer, alone):
     assert texts == [*map(alone, prompts)]
 
 
+@pytest.mark.slow
 def test_a_text_is_the_same_where_its_beginning_is_shared(tokenizer):
     runner = ModelRunner(micro_model(), 16, batch_invariant=True)
     engine = Engine(runner, tokenizer, EngineConfig(max_batch=4, max_step_tokens=24))

@@ -132,6 +132,7 @@ def test_the_maps_are_inverse(case):
             assert sorted(slots[:n]) == (physical[layer] == expert).nonzero().flatten().tolist()
 
 
+@pytest.mark.slow
 @given(cases())
 def test_no_gpu_has_two_distinct_copies_of_an_expert_where_that_can_be_avoided(case):
     placed = rebalance_experts(*case, distinct_copies=True)[0].tolist()
@@ -155,6 +156,7 @@ def test_the_busiest_gpu_never_has_more_load_than_in_eplbs_placement(case):
         assert max_load(case, layer, ours) <= max_load(case, layer, eplb_layer(case, layer)) * (1 + 1e-8)
 
 
+@pytest.mark.slow
 @given(cases())
 def test_the_busiest_gpu_never_has_more_load_than_with_distinct_copies(case):
     distinct = rebalance_experts(*case, distinct_copies=True)[0].tolist()
@@ -162,6 +164,7 @@ def test_the_busiest_gpu_never_has_more_load_than_with_distinct_copies(case):
         assert max_load(case, layer, ours) <= max_load(case, layer, distinct[layer]) * (1 + 1e-8)
 
 
+@pytest.mark.slow
 @given(cases())
 def test_a_gpu_has_two_copies_of_an_expert_only_where_that_is_better(case):
     distinct = rebalance_experts(*case, distinct_copies=True)[0].tolist()
@@ -179,6 +182,7 @@ def test_the_copies_of_an_expert_and_its_group_stay_in_one_node(case):
         assert sum(map(len, groups)) == len(set().union(*groups))
 
 
+@pytest.mark.slow
 @given(cases())
 def test_a_layer_does_not_depend_on_the_others(case):
     together = rebalance_experts(*case)[0]

@@ -243,7 +243,7 @@ def test_drafts_are_accepted_up_to_the_first_that_is_not_chosen(n_accepted):
     assert second.accepted == count_accepted(first.drafts, expected[n_accepted + 1 :])
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", [(2, 1, 0, 2, 2), (0, 2, 1, 1, 2), (1, 0, 0, 0, 1)])
 def test_steps_of_other_numbers_of_drafts_choose_the_same_tokens(counts):
     expected = chosen_by_host(*new_runner(), 15)[1]

@@ -122,6 +122,7 @@ def test_all_numbers_of_padded_rows_have_graphs(max_rows, rows):
     assert graph_rows(max_rows) == sorted({padded_rows(n) for n in range(1, max_rows + 1)})
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("fp8", [False, True])
 def test_logits_are_those_of_the_forward_pass(fp8):
     found = []
@@ -136,6 +137,7 @@ def test_logits_are_those_of_the_forward_pass(fp8):
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("fp8", [False, True])
 def test_in_batch_invariant_mode_graphs_have_the_bits_of_the_forward_pass(fp8):
     found = []

@@ -66,6 +66,7 @@ def test_texts_read_in_chunks_and_token_by_token_have_the_models_logits(batch_in
         assert error(logits, forward(model, text(LENGTHS[i], i))) < FP32_ERROR
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_logits_in_fp8_are_as_near_to_those_of_fp32_as_the_models_own(batch_invariant: bool):
     """Decoding rounds other numbers to E4M3 than the model's forward pass, and no more of them."""
@@ -107,6 +108,7 @@ def test_every_kind_of_model_has_the_models_logits(changes: dict):
         assert error(logits, forward(model, text(LENGTHS[i], i))) < FP32_ERROR
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
 @pytest.mark.parametrize("cache_format", ["float32", "fp8"])
 def test_a_batch_invariant_runner_has_the_same_bits_however_texts_are_read(fp8: bool, cache_format: str):
@@ -306,6 +308,7 @@ def test_prompts_do_not_attend_as_decode_rows_where_these_are_padded_to_all_rows
     assert error(padded, alone) < FP32_ERROR
 
 
+@pytest.mark.slow
 def test_warming_up_writes_nothing_and_counts_nothing():
     runner = ModelRunner(new_model(fp8=True), N_PAGES, None, 4, False, 1, 8, max_step_tokens=300)
     texts = Texts(runner, [text(60)]).run(40)

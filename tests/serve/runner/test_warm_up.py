@@ -157,6 +157,7 @@ def test_decode_rows_attend_outside_of_graphs_too_where_a_step_may_have_more_row
     assert runner.prefill_graphs._attention is not None
 
 
+@pytest.mark.slow
 def test_the_host_waits_with_its_timeout_before_it_chooses_tokens(monkeypatch: pytest.MonkeyPatch):
     events: list[str] = []
     monkeypatch.setattr(ModelRunner, "_wait_for", lambda *_: events.append("wait"))

@@ -28,6 +28,7 @@ def logits_of(weights: ReplaceableWeights) -> torch.Tensor:
     return Texts(ModelRunner(weights, 16, n_drafts=1), [text(40)]).draft(39)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("weights", ["fp8", "bf16"])
 def test_all_parts_are_replaced_where_they_are(tmp_path, weights):
     old, new = (saved(tmp_path / f"{seed}", seed, weights) for seed in range(2))

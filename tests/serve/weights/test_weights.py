@@ -50,6 +50,7 @@ def test_scales_larger_than_needed_are_those_of_the_checkpoint(checkpoint: Path,
         assert torch.equal(o.scale, stored[f"{name}_scale_inv"])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_a_checkpoint_and_the_model_that_is_loaded_of_it_have_the_same_bits(checkpoint: Path, batch_invariant: bool):
     logits = [

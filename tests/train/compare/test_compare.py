@@ -174,6 +174,7 @@ def test_a_recipe_is_trained_with_every_seed_and_compared_with_bf16_of_that_seed
     assert result.gradients == ()
 
 
+@pytest.mark.slow
 def test_recipe_files_are_named_without_their_folders_and_stored(text, tmp_path):
     files = [tmp_path / folder / f"{name}.toml" for folder, name in (("a", "mine"), ("a", "same"), ("b", "same"))]
     for file in files:

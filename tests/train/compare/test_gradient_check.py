@@ -15,6 +15,7 @@ def test_bf16_compared_with_itself_is_equal(new_trainer):
     assert all(w.cosine == pytest.approx(1.0) and w.norm == w.bf16_norm for w in check.weights if w.norm)
 
 
+@pytest.mark.slow
 def test_the_check_equals_two_trainers_with_the_same_weights(new_trainer):
     fp8, bf16 = new_trainer(recipe="deepseek_v3"), new_trainer(recipe="bf16")
     fp8.step()
@@ -57,6 +58,7 @@ def test_gradients_are_divided_by_the_loss_scale(new_trainer):
     assert check.whole().norm_ratio == pytest.approx(1.0, abs=0.05)
 
 
+@pytest.mark.slow
 def test_micro_batches_are_summed(new_trainer):
     one, two = (check_gradients(new_trainer(recipe="bf16", micro_batches=n)) for n in (1, 2))
     assert one.whole().norm == pytest.approx(two.whole().norm, rel=0.02)

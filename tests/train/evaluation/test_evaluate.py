@@ -85,6 +85,7 @@ def refused(folder: Path, error: type[Exception] = ValueError, **options: object
     return str(refusal.value)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("recipe", ["bf16", "deepseek_v3", "exact"])
 def test_losses_are_those_of_the_trainer_s_validation(saved, store, recipe):
     config = micro(model=WIDE, init_from=saved("bf16"), recipe=recipe, val_sequences=5)
@@ -104,6 +105,7 @@ def test_an_fp8_folder_computes_in_its_own_recipe(saved, store, tmp_path):
     assert found[0]["loss"] == found[1]["loss"] != found[2]["loss"]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("name", "recipe"), [("bf16", "bf16"), ("fp8", "deepseek_v3"), ("exact", "exact")])
 def test_without_recipes_it_is_the_folder_s_own(saved, store, tmp_path, name, recipe):
     (found,) = results(saved(name), tmp_path, data=str(store.folder))["results"]

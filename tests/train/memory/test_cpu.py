@@ -44,6 +44,7 @@ def test_weights_that_operators_view_are_not_counted_as_gradients():
     assert estimate_need(micro(recipe="float32")).gradients == pytest.approx(4 * parameters(), rel=0.05)
 
 
+@pytest.mark.slow
 def test_an_update_converts_the_largest_tensor_if_moments_have_a_scale():
     largest = max(p.nbytes for p in meta_model(MICRO).parameters())
     need = estimate_need(micro(recipe="fp8_lm"))
@@ -90,6 +91,7 @@ def test_the_scores_of_attention_grow_with_the_square_of_the_sequence():
     assert long - 2 * short == pytest.approx(scores / 2, rel=0.4)
 
 
+@pytest.mark.slow
 def test_sparse_attention_grows_with_the_sequence(monkeypatch):
     monkeypatch.setattr("octile.nn.indexer.MAX_LOGITS", 2**14)  # bounds what longer sequences would reach
     sparse = replace(MICRO, max_position_embeddings=1024, index_n_heads=4, index_head_dim=16, index_topk=8)
@@ -144,6 +146,7 @@ def test_the_dense_attention_of_the_warm_up_of_indexers_is_counted():
     assert warm_up > 1.5 * sparse
 
 
+@pytest.mark.slow
 def test_a_run_whose_update_exceeds_the_memory_is_refused(monkeypatch):
     need = estimate_need(micro(recipe="fp8_lm"))
     monkeypatch.setattr(memory, "available_memory", lambda device: need.fixed + need.update - 1)
@@ -157,6 +160,7 @@ def test_a_moving_average_is_a_copy_of_the_weights():
     assert estimate_need(averaged).weights == estimate_need(config).weights + 4 * parameters()
 
 
+@pytest.mark.slow
 def test_micro_batches_divide_the_activations():
     whole, divided = estimate_need(micro(batch_size=64)), estimate_need(micro(batch_size=64, micro_batches=4))
     assert divided.at_once * divided.sequence < 0.3 * whole.at_once * whole.sequence
@@ -172,12 +176,14 @@ def test_fp8_saves_less_than_fp32():
     assert fp8 < 0.8 * fp32
 
 
+@pytest.mark.slow
 def test_a_batch_of_any_size_is_estimated_from_a_smaller_one(monkeypatch):
     whole = estimate_need(micro(batch_size=256))
     monkeypatch.setattr(cpu_memory, "MAX_TOKENS", 64 * 32)
     assert estimate_need(micro(batch_size=256)).total == pytest.approx(whole.total, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_machine_share_its_memory(monkeypatch):
     config = micro(batch_size=8, parallel=ParallelConfig(dp=4))
     monkeypatch.setattr(memory, "available_memory", lambda device: 2 * estimate_need(config).total)
@@ -188,6 +194,7 @@ def test_the_ranks_of_a_machine_share_its_memory(monkeypatch):
         check_memory(config, CPU)
 
 
+@pytest.mark.slow
 def test_ranks_share_moments_spread_experts_and_the_batch():
     alone = estimate_need(micro(batch_size=8))
     need = estimate_need(micro(batch_size=8, parallel=ParallelConfig(dp=4, ep=2)))
@@ -200,6 +207,7 @@ def with_muon(config: TrainConfig) -> TrainConfig:
     return replace(config, optim=replace(config.optim, name="muon"))
 
 
+@pytest.mark.slow
 def test_muons_state_is_that_of_a_trained_optimizer(store):
     config = with_muon(micro(recipe="float32"))
     trainer = Trainer(config, store, CPU)
@@ -238,6 +246,7 @@ def test_the_ranks_of_a_pipeline_have_the_weights_of_their_stages():
     assert 0.8 * whole.gradients < first.gradients + last.gradients < 1.2 * whole.gradients
 
 
+@pytest.mark.slow
 def test_both_directions_of_a_pipeline_have_all_weights():
     assert estimate_need(pipeline("dualpipe"), [0]).weights == estimate_need(pipeline("1f1b", pp=1)).weights
 
@@ -282,6 +291,7 @@ def test_more_micro_batches_are_advised_only_where_a_schedule_holds_less_of_them
             check_memory(config, CPU)
 
 
+@pytest.mark.slow
 def test_the_whole_model_at_the_start_and_the_end_counts(monkeypatch):
     config = pipeline("1f1b", 16)
     need = estimate_need(config)

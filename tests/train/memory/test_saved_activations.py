@@ -74,7 +74,7 @@ def test_a_deterministic_run_does_not_depend_on_the_memory():
     assert not can_save(replace(small(), deterministic=True), H200)
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "per_tensor", "bf16"])
 def test_a_resumed_run_keeps_what_its_checkpoint_says(store: TokenStore, recipe: str):
     def resumed(kept: bool | None) -> Trainer:

@@ -90,6 +90,7 @@ def test_a_run_stops_when_too_many_steps_in_a_row_were_skipped(new_trainer):
         trainer.step()
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_skipped_resets_the_count_in_a_row(new_trainer):
     trainer = new_trainer(skip_limit=2)
     break_gradients(trainer, {1, 2, 4, 5})
@@ -142,6 +143,7 @@ def test_skipped_steps_are_printed_and_reported(text, tmp_path, monkeypatch):
     assert [line["skipped"] for line in lines if "loss" in line] == [0, 1, 2, 2, 2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_report")
 def test_a_step_that_broke_can_be_captured(text, tmp_path, monkeypatch):
     original_init = Trainer.__init__
@@ -158,6 +160,7 @@ def test_a_step_that_broke_can_be_captured(text, tmp_path, monkeypatch):
     assert capture_run(out, 3, "model.layers.0.mlp.down_proj", say=lambda line: None).exists()
 
 
+@pytest.mark.slow
 def test_a_comparison_calls_a_recipe_broken_whose_gradients_break(store, monkeypatch):
     original_init = Trainer.__init__
 
@@ -249,6 +252,7 @@ def test_running_out_of_memory_names_what_to_change_and_how_to_continue(text, tm
     assert "micro_batches: 1 before, 2 now" in screen.console.file.getvalue()
 
 
+@pytest.mark.one_case
 @pytest.mark.usefixtures("short_report")
 @pytest.mark.parametrize(
     ("error", "reason"),
@@ -270,6 +274,7 @@ def test_a_run_whose_sample_fails_has_a_report_that_says_why(text, tmp_path, mon
     assert reason in screen.console.file.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_report")
 def test_the_sample_finds_the_memory_of_training_free(text, tmp_path, monkeypatch):
     trainers, left = [], []

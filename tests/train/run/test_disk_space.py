@@ -22,7 +22,7 @@ def free(monkeypatch):
     return set_free
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @every_recipe()
 def test_no_more_is_counted_than_is_written_and_nearly_all(text, tmp_path, recipe):
     config = micro(data=str(text), out=tmp_path / "run", steps=2, recipe=recipe)

@@ -50,6 +50,7 @@ def first_step(folder, tmp_path, **changes) -> tuple[list[float], torch.Tensor]:
     return values.tolist(), trainer.model.lm_head.weight.grad.clone()
 
 
+@pytest.mark.slow
 def test_micro_batches_change_neither_losses_nor_gradients(folder, tmp_path):
     whole, gradient = first_step(folder, tmp_path)
     parts, of_parts = first_step(folder, tmp_path, micro_batches=4)

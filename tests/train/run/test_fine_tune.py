@@ -57,6 +57,7 @@ def saved(store, tmp_path):
     return make
 
 
+@pytest.mark.slow
 def test_the_model_has_the_chat_template_and_the_ends_of_texts_of_that_it_begins_with(saved, text, tmp_path):
     folder, run = saved(), tmp_path / "run"
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 5], "top_p": 0.95}')
@@ -92,6 +93,7 @@ ANOTHER = {  # settings that cannot be doubled, and another value
 }
 
 
+@pytest.mark.slow
 def test_compared_settings_are_all_that_decide_the_shapes_of_weights():
     def shapes(config):
         return {name: tensor.shape for name, tensor in meta_model(config).state_dict().items()}
@@ -162,6 +164,7 @@ def matrices(q: ScaledTensor) -> list[bytes]:
     return found
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_the_first_step_multiplies_the_fp8_values_of_the_folder(saved, store, micro_batches):
     folder = saved("fp8")
@@ -312,6 +315,7 @@ def measurements(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_held_out_loss_is_measured_before_the_first_step(saved, store, text, tmp_path):
     config, screen = (
         micro(data=str(text), model=WIDE, init_from=saved(), steps=2, out=tmp_path / "run"),
@@ -334,6 +338,7 @@ REFUSED = (
 )
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("recipe", "is_refused"), [("deepseek_v3", True), ("bf16", False)])
 def test_an_fp8_model_that_other_engines_refuse_is_warned_of_before_the_first_step(
     saved, text, tmp_path, recipe, is_refused
@@ -349,6 +354,7 @@ def test_a_run_from_scratch_begins_with_its_first_step(text, tmp_path):
     assert min(line["step"] for line in measurements(tmp_path / "run")) == 1
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("checkpoint_every", "measured"), [(1, 1), (0, 2)])
 def test_a_resumed_run_measures_the_initial_weights_only_if_it_has_no_checkpoint(
     saved, text, tmp_path, monkeypatch, checkpoint_every, measured
@@ -378,6 +384,7 @@ def test_a_resumed_run_measures_the_initial_weights_only_if_it_has_no_checkpoint
     assert json.loads((out / "summary.json").read_text())["initial_val_loss"] == initial
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_before_its_first_step_goes_on(saved, text, tmp_path, monkeypatch):
     validate, out = Evaluator.validate, tmp_path / "run"
 
@@ -393,6 +400,7 @@ def test_a_run_that_was_stopped_before_its_first_step_goes_on(saved, text, tmp_p
     assert [line["step"] for line in measurements(out) if "val_loss" in line] == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_warm_up_of_indexers_warns_of_no_held_out_loss(saved, text, tmp_path):
     model = replace(WIDE, index_n_heads=4, index_head_dim=16, index_topk=8)
     config, screen = micro(data=str(text), model=model, indexer_stage="warm_up", steps=1), silent_console()
@@ -401,6 +409,7 @@ def test_a_warm_up_of_indexers_warns_of_no_held_out_loss(saved, text, tmp_path):
     assert "initial_val_loss" not in json.loads((tmp_path / "run" / "summary.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_command_of_a_resumed_run_names_the_folder_that_it_began_with(saved, text, tmp_path):
     folder, run = saved("fp8"), tmp_path / "run"
     train(micro(data=str(text), model=WIDE, init_from=folder, steps=1, out=run), False, silent_console())
@@ -414,6 +423,7 @@ def test_the_moving_average_starts_from_the_weights_of_the_folder(saved, store):
     assert trainer.ema.average["lm_head.weight"].equal(trainer.model.lm_head.weight)
 
 
+@pytest.mark.slow
 def test_the_loss_of_the_averaged_weights_is_that_of_the_last_step(text, tmp_path):
     config, screen, out = micro_bf16(data=str(text), steps=4, out=tmp_path / "run"), silent_console(), tmp_path / "run"
     train(replace(config, optim=replace(config.optim, ema_decay=0.5)), False, screen)
@@ -433,6 +443,7 @@ def test_fine_tuning_from_the_command_line(saved, text, tmp_path, capsys):
     assert (saved_config.init_from, saved_config.model.hidden_size, saved_config.optim) == (folder, 64, OPTIM)
 
 
+@pytest.mark.slow
 def test_a_transformers_model_without_a_prediction_layer_can_be_trained(store, tmp_path):
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 

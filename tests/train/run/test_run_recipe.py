@@ -109,6 +109,7 @@ def test_a_changed_file_does_not_change_the_recipe_and_is_reported(finished, fil
     assert RunFolder.open(finished).read_config().recipe_text == TEXT
 
 
+@pytest.mark.slow
 def test_the_same_file_is_not_reported(finished):
     shown = silent_console()
     train(with_4_steps(finished), True, shown)
@@ -133,6 +134,7 @@ def remove_recipe_text(run):
     path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "recipe_text"}))
 
 
+@pytest.mark.slow
 def test_a_run_of_an_earlier_version_gets_the_recipe_text_when_resumed(finished, file):
     remove_recipe_text(finished)
     assert RunFolder.open(finished).read_config().load_recipe() == RECIPE
@@ -195,6 +197,7 @@ def test_a_malformed_recipe_file_is_refused_before_anything_is_written(config, f
     assert not config.out.exists()
 
 
+@pytest.mark.slow
 def test_a_comparison_reads_a_file_once(text, file, tmp_path, monkeypatch):
     monkeypatch.chdir(file.parent)
 

@@ -82,6 +82,7 @@ def test_steps_that_are_collected_late_are_those_that_are_collected_at_once(stor
     assert (late.skips.total, late.skips.in_a_row) == (at_once.skips.total, at_once.skips.in_a_row) == (2, 0)
 
 
+@pytest.mark.slow
 def test_a_moving_average_leaves_out_a_step_that_is_skipped(store):
     optim = replace(micro_bf16().optim, ema_decay=0.9)
     at_once, late = new(store, optim=optim), new(store, optim=optim)
@@ -132,6 +133,7 @@ def test_too_many_steps_without_finite_gradients_leave_the_weights_before_the_fi
     assert have_same_bits(copy_state(broken), copy_state(before))
 
 
+@pytest.mark.slow
 def test_after_a_stop_the_step_can_be_tried_again(store):
     trainer, straight = new(store, skip_limit=0), new(store)
     handle = trainer.model.lm_head.weight.register_hook(
@@ -176,6 +178,7 @@ def test_a_run_with_skipped_steps_resumes_to_the_bit(store, with_skipped_steps, 
     assert have_same_bits(state, copy_state(second))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_counts_the_steps_that_were_skipped_before(store, tmp_path):
     first, second = new(store, skip_limit=2), new(store, skip_limit=2)
     for trainer in (first, second):
@@ -208,6 +211,7 @@ def test_more_steps_than_the_buffer_holds_are_refused_before_they_change_anythin
     assert trainer.steps_done == 2
 
 
+@pytest.mark.slow
 def test_the_host_collects_some_steps_while_as_many_are_in_flight(store, late):
     trainer = new(store)
     counts = [len(list(trainer.advance())) for _ in range(3 * COLLECT_EVERY)]
@@ -252,6 +256,7 @@ def test_the_time_between_two_collections_is_not_that_of_a_step(store, monkeypat
     assert [line["seconds"] for _ in range(2) for line in collect_late(trainer, 1)] == [2.0, 5.0]
 
 
+@pytest.mark.slow
 def test_the_time_of_discarded_steps_is_that_of_the_one_that_is_launched_again(store, late, monkeypatch):
     trainer, losses, given = new(store), Strategy.losses, []
 
@@ -362,6 +367,7 @@ def test_a_run_that_fails_has_the_steps_before(text, tmp_path, late, monkeypatch
     assert numbers(out) == [1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_report")
 def test_a_nan_loss_stops_a_run_after_the_lines_before_it(text, tmp_path, late, monkeypatch):
     out, init = tmp_path / "run", Trainer.__init__
@@ -396,6 +402,7 @@ def test_a_spike_has_the_number_of_its_step(text, tmp_path, late, monkeypatch):
     assert (line["step"], line["spike"]["measured_after"]) == (6, 3 * COLLECT_EVERY)
 
 
+@pytest.mark.slow
 def test_a_comparison_names_the_step_at_which_a_recipe_diverged(store, late, monkeypatch):
     init = Trainer.__init__
 

@@ -10,6 +10,7 @@ from octile.tokenizer import Tokenizer
 from tests.train.conftest import MICRO
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("weights", ["fp8", "bf16"])
 def test_both_formats_have_roundings_of_the_same_values(tmp_path, weights):
     write_random_folder(tmp_path, MICRO, weights)
@@ -32,6 +33,7 @@ def test_its_tokenizer_has_as_many_tokens_as_the_model(vocab_size, tmp_path):
     assert tokenizer.decode(tokenizer.encode("Any text, ä")) == "Any text, ä"
 
 
+@pytest.mark.slow
 def test_nearly_all_of_its_tokens_are_text():
     tokenizer = letter_tokenizer(V2_LITE.vocab_size)
     assert all(tokenizer.decode([token]).isalpha() for token in range(258, V2_LITE.vocab_size, 97))

@@ -195,7 +195,7 @@ ENDS = [  # around ends of pages and of parts, so that some rows see nothing of 
 ]  # fmt: skip
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.each_value
 @emulated
 @FORMS

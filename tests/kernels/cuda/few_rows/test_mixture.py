@@ -300,6 +300,7 @@ def test_bits_of_the_quantized_activations(t: int) -> None:
     assert torch.equal(x, expected.bfloat16())
 
 
+@pytest.mark.slow
 def test_an_expert_that_no_row_has_chosen_is_not_added() -> None:
     of = Mixture()
     x = of.rows(2)

@@ -465,7 +465,7 @@ def test_tokens_of_nan_stay_in_their_group(nan: str):
     assert has_nan == ([False, False, True, False] if nan == "data" else [False, False, False, True])
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["ping-pong, in clusters, two accumulators", "split-K", "a cluster shares a"])
 def test_many_orders_give_the_same_bits(case: str):
     a, b = operand((300, 700), ROW), operand((130, 700), BLOCK, 1)
