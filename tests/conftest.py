@@ -16,8 +16,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heapreplace
 from itertools import combinations
-from pathlib import Path
-from zlib import crc32
 
 import pytest
 import torch
@@ -50,31 +48,25 @@ COVERED = {"each_value": 1, "each_pair": 2}  # how many parameters' values are t
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option of CI, which has not the time for all slow and exhaustive tests."""
-    what = "test share K (from 0) of N shares of the files, chosen by their names"
-    parser.addoption("--share", type=_share, metavar="K/N", help=what)
+    what = "of the tests with this marker, test share K (from 0) of N; of a test's markers the first one given counts"
+    parser.addoption("--share", type=_share, action="append", default=[], metavar="MARKER=K/N", help=what)
 
 
-def _share(text: str) -> tuple[int, int]:
-    share, shares = map(int, text.split("/"))
-    if not 0 <= share < shares:
+def _share(text: str) -> tuple[str, int, int]:
+    marker, _, numbers = text.partition("=")
+    share, shares = map(int, numbers.split("/"))
+    if not marker or not 0 <= share < shares:
         raise ValueError  # argparse says which option
-    return share, shares
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out the files of other shares, which need not be imported."""
-    if (of := config.getoption("share")) is None or collection_path.is_dir():
-        return None
-    share, shares = of
-    name = collection_path.relative_to(config.rootpath).as_posix()
-    return True if crc32(name.encode()) % shares != share else None
+    return marker, share, shares
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that are exhaustive by `COVERED`, or slow by `one_case`."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests that are exhaustive by `COVERED`, or slow by `one_case`, and leave out those of other shares."""
     _mark_exhaustive(items)
     _mark_slow(items)
+    if shares := config.getoption("share"):
+        _choose_shares(config, items, shares)
 
 
 def _mark_exhaustive(items: list[pytest.Item]) -> None:
@@ -121,6 +113,34 @@ def _mark_slow(items: list[pytest.Item]) -> None:
             if test in begun:
                 item.add_marker(pytest.mark.slow)
             begun.add(test)
+
+
+def _choose_shares(config: pytest.Config, items: list[pytest.Item], shares: list[tuple[str, int, int]]) -> None:
+    """Leave out tests of other shares. Tests with the same fixtures, which may take minutes, stay together.
+
+    Neighbors are in different shares, since tests of one folder, or of one kernel, take about as long.
+    """
+    numbers: dict[str, dict[tuple, int]] = defaultdict(dict)  # of what stays together, among all tests of a marker
+    chosen: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        is_chosen = True
+        for marker, share, n_shares in shares:
+            if item.get_closest_marker(marker):
+                number = numbers[marker].setdefault(_file_and_fixtures(item), len(numbers[marker]))
+                is_chosen = number % n_shares == share
+                break
+        chosen[is_chosen].append(item)
+    config.hook.pytest_deselected(items=chosen[False])
+    items[:] = chosen[True]
+
+
+def _file_and_fixtures(item: pytest.Item) -> tuple:
+    """Return a test's file, and the values of the file's parametrized fixtures that it uses."""
+    if not (isinstance(item, pytest.Function) and hasattr(item, "callspec")):
+        return (item.path,)
+    scopes = item.callspec._arg2scope
+    values = ((name, i) for name, i in item.callspec.indices.items() if scopes[name].value != "function")
+    return item.path, *values
 
 
 def pytest_collection_finish() -> None:
