@@ -203,6 +203,7 @@ def test_a_signal_that_a_library_takes_for_a_failed_import_ends_a_command(number
     assert (process.stderr, process.returncode) == (line, status)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("late", "status"),
     [

@@ -22,11 +22,13 @@ def test_a_seed_draws_so_many_of_each_class(seed):
     assert cases == drawn_cases(seed)
 
 
+@pytest.mark.slow
 @given(seeds)
 def test_cases_are_small_enough(seed):
     assert all(case.flops <= MAX_FLOPS for case in drawn_cases(seed))
 
 
+@pytest.mark.slow
 @given(seeds)
 def test_dense_cases_have_the_rows_of_their_class(seed):
     for case in drawn_cases(seed):

@@ -36,6 +36,7 @@ def test_every_layer_is_loaded_in_the_precision_in_which_it_is_stored(name, tmp_
     assert any(parameter.dtype == torch.float8_e4m3fn for parameter in model.parameters())
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [

@@ -67,6 +67,7 @@ def test_muon_trains_a_converted_mixture():
     assert found[-1] < found[0] - 1
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("first", ["convert", "peft"])
 def test_lora_trains_adapters_in_high_precision_over_fp8_layers(first: str):
     model = apply_recipe(llama()) if first == "convert" else llama()

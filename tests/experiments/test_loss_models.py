@@ -53,6 +53,7 @@ def test_a_job_can_be_configured(job):
     assert recipe(job.recipe).name == job.recipe
 
 
+@pytest.mark.slow
 def test_a_jobs_changes_reach_the_optimizer_and_the_model():
     jobs = {job.name: job.config() for job in all_jobs()}
     without = jobs["balance-nothing"]

@@ -81,7 +81,7 @@ def parts_with(packed, chunk):
     return {part for part in packed.iterdir() if any(part.glob(chunk))}
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize("left_out", ["", "empty: a.txt\nduplicate: b.txt\n"], ids=["nothing", "files"])
 def test_the_names_of_what_was_left_out_are_packed_too(store, tmp_path, left_out):
     (store.folder / "left_out.txt").write_text(left_out)

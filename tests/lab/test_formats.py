@@ -68,6 +68,7 @@ def test_counts_of_values_between_1_and_2():
     assert (facts(E4M3).between_1_and_2, facts(E5M2).between_1_and_2) == (7, 3)
 
 
+@pytest.mark.one_case
 @each_small
 def test_positive_values_and_their_gaps(fmt, peer):
     values = every_value(peer)
@@ -114,7 +115,7 @@ def test_the_worst_error_of_an_octave(fmt, octave):
     assert worst_relative_error(fmt, [octave], points)[0] == pytest.approx(float(worst), rel=1e-12)
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize("fmt", [FP16, BF16, E4M3], ids=lambda fmt: fmt.name)
 def test_adding_one_update_many_times(fmt):
     update, table = Fraction(float(np.float32(1e-3))), [Fraction(v) for v in positive_values(fmt) if 1 <= v < 4]

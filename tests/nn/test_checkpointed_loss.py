@@ -47,6 +47,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.one_case
 @every_mode
 @pytest.mark.parametrize("recipe", [None, "bf16", "deepseek_v3"])
 @pytest.mark.parametrize(("scale", "weight"), [(1.0, 1.0), (1024.0, 0.25)])

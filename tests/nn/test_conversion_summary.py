@@ -137,7 +137,7 @@ def test_stacked_weights_of_an_unknown_module_count_as_all_used():
     assert shares(nn.ModuleDict({"experts": stacked, "body": nn.Linear(8, 8, bias=False)})) == (0.2, 0.2)
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "config"),
     [

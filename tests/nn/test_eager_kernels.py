@@ -87,6 +87,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return called
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", EXPECTED)
 def test_modules_are_recognized_by_what_they_compute(name: str):
     assert use_fused_kernels(make(name)) == FusedKernels(*EXPECTED[name])

@@ -113,7 +113,6 @@ CALLS = {
 }
 
 
-@pytest.mark.one_case
 @pytest.mark.parametrize("name", CALLS)
 def test_operators_are_well_formed(name: str):
     assert_well_formed(*CALLS[name]())

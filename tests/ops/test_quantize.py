@@ -174,6 +174,7 @@ def test_power_of_2_scales_are_rounded_up(m, k, seed, fmt):
     assert ((exact <= scale) & (scale < 2 * exact)).all()
 
 
+@pytest.mark.one_case
 @every_format
 @given(**a_matrix)
 def test_the_largest_value_of_a_block_becomes_the_largest_of_the_format(fmt, m, k, seed):

@@ -75,6 +75,7 @@ def test_fp8_gemms_use_the_tensor_core_model_where_it_is_on(monkeypatch: pytest.
     assert torch.equal(row_invariant_scaled_nt(a[0][3:4], a[1][3:4], *operands[2:], None, torch.float32), usual[3:4])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_fp8_results_are_written_or_rounded_and_added(accumulate: bool):
     a, b = quantize(torch.randn(9, 300), 1, 128, "e4m3", True), quantize(torch.randn(5, 300), 128, 128, "e4m3", False)

@@ -64,6 +64,7 @@ def test_the_loss_and_its_gradient_equal_autograd(
     torch.testing.assert_close(dlogits, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.one_case
 @functions
 def test_the_operators_are_well_formed(scoring_func: str):
     logits = torch.randn(6, 4)

@@ -56,6 +56,7 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     return {**operands, "lse": lse, "latent_dim": case.latent_dim, "scale": case.scale}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_operator_is_well_formed(dtype: torch.dtype):
     assert_well_formed(sparse_attention_weights, [*arguments(dtype).values()])

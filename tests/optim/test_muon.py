@@ -326,6 +326,7 @@ def temporary(shapes: list[tuple[int, ...]], ranks: int, rank: int) -> int:
     return live.peak - live.now
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("batch", [1, 2000, 10**6], ids=["a matrix", "a few", "all"])
 @pytest.mark.parametrize(("shapes", "ranks"), [(STACKED, 1), (SINGLE, 1), (SINGLE, 2), (SINGLE, 4)])
 def test_a_step_takes_the_bytes_that_are_estimated(monkeypatch, shapes, ranks, batch):

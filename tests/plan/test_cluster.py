@@ -53,6 +53,7 @@ def test_replicated_masters_are_weights_of_twice_the_bytes_on_every_rank(capsys,
     assert replicated["memory_bytes"]["moments"] < sharded["memory_bytes"]["moments"]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("masters", "line"),
     [
@@ -110,7 +111,7 @@ def test_a_model_of_another_family_is_not_planned(capsys, folder):
     assert "model_type is 'llama'" in refused(capsys, "plan", "cluster", "--model", "config.json")
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "layout"),
     [

@@ -130,6 +130,7 @@ def test_short_completions_are_all_sampled_at_once(exact_folder, reward_file):
     assert trainer.engine.stats().steps <= longest + 2  # that of the prompts, and one after a cancellation
 
 
+@pytest.mark.slow
 def test_entropy_is_measured_on_the_sampled_tokens_alone(exact_folder, reward_file):
     trainer = make_trainer(exact_folder, reward_file)
     line = trainer.step()

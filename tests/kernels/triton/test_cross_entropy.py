@@ -42,6 +42,7 @@ def check(logits: Tensor, labels: Tensor, dlosses: Tensor) -> None:
     assert ((dlogits.float() - gradient.float()).abs() <= bound)[~gradient.isnan()].all()
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_any_vocabulary(shape: tuple[int, int], dtype: torch.dtype):

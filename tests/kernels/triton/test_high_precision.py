@@ -37,6 +37,7 @@ def _assert_close(out: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.one_case
 @pytest.mark.each_pair
 @every_dtype
 @every_offset

@@ -72,6 +72,7 @@ def test_nan_and_inf_stay_in_their_row_in_high_precision(bad: float):
     assert found[2:].isfinite().all()
 
 
+@pytest.mark.one_case
 @any_gpu
 @pytest.mark.parametrize("shape", [(5, 300), (70, 128), (1, 7), (3, 5000), (0, 128)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -186,6 +186,7 @@ high_precision_shapes = pytest.mark.parametrize("shape", [(35, 128), (130, 200),
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
+@pytest.mark.one_case
 @any_gpu
 @high_precision_shapes
 @every_dtype

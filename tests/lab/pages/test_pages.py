@@ -83,6 +83,7 @@ def test_the_texts_of_figures_do_not_touch(drawn):
     assert drawn[1] == []
 
 
+@pytest.mark.slow
 def test_the_number_of_ticks_follows_the_width(monkeypatch):
     share = np.full(24, 1 / 24)
     errors = {"e4m3": np.linspace(0, 1, 24), "int8": np.linspace(0, 1, 24)}

@@ -358,6 +358,7 @@ def test_a_hook_is_called_and_changes_little(recipe):
         assert calls == [1]
 
 
+@pytest.mark.one_case
 @both_settings
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_recomputing_activations_changes_no_bit(recipe, use_reentrant):

@@ -73,6 +73,7 @@ def test_the_forward_pass_equals_the_unfused_one(q_lora_rank, name):
     assert (found - expected).norm() < 1e-3 * expected.norm()  # torch's own attention and norm sum in another order
 
 
+@pytest.mark.one_case
 @both_forms
 @every_fused
 def test_gradients_are_close_to_those_of_unfused_layers(q_lora_rank, name):

@@ -186,6 +186,7 @@ def test_the_labels_of_many_curves_stay_beside_the_axes(width, recipes):
     assert len(boxes) == recipes + 3
 
 
+@pytest.mark.slow
 def test_a_label_that_has_room_stays_at_its_line():
     result = compared(*(curve(f"recipe{n}", 3.002 + n / 10_000) for n in range(12)))
     with drawing(WIDE, 560) as figure:

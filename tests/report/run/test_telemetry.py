@@ -80,7 +80,7 @@ NOTHING = {"cur_amax": None, "underflows": None, "saturated": None}
     ("rows", "panels"),
     [
         pytest.param([*measured_step(2), *measured_step(4)], 3, marks=pytest.mark.slow),
-        ([*measured_step(2), telemetry(4, "0", "fprop", "w", saturated=0.1)], 4),
+        pytest.param([*measured_step(2), telemetry(4, "0", "fprop", "w", saturated=0.1)], 4, marks=pytest.mark.slow),
         ([telemetry(3, "0", "fprop", "x", cur_amax=0.0)], 1),
         pytest.param([telemetry(3, "0", "fprop", quantization_snr_db=30.0)], 1, marks=pytest.mark.slow),
         pytest.param([telemetry(3, "0", "fprop", "x", **NOTHING), *measured_step(4)], 3, marks=pytest.mark.slow),

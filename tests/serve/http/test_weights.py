@@ -233,6 +233,7 @@ def test_weights_that_cannot_be_written_any_more_end_the_server(served, folders,
     assert isinstance(served.error, RuntimeError)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

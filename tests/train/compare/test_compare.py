@@ -295,6 +295,7 @@ def test_a_resumed_comparison_needs_its_source_no_more(compared, stopped):
     assert losses(resumed) == losses(compared[0])
 
 
+@pytest.mark.slow
 def test_other_tokens_than_those_of_a_finished_run_are_refused(stopped):
     source, out = stopped
     shutil.rmtree(out / "data")

@@ -200,7 +200,7 @@ def test_ways_to_choose(choice: mixture.Choice) -> None:
     assert_close(of, of.rows(2))
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_dtypes_of_the_gate(gate: torch.dtype) -> None:
     of = Mixture(gate=gate, d=384, i=256, s=256)
