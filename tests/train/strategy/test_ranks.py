@@ -18,6 +18,10 @@ FURTHER = {  # with what shows the same
     "becoming_eager-2": "becoming_eager-1, which gathers the weights of all experts, too",
     "deepseek_v3-2": "delayed-2 and late_weights-deepseek_v3, of spread experts",
 }
+QUICK = {  # on two ranks; all take half a minute, and those on four ranks longer
+    "equal_run-2-1", "equal_run-2-2", "deepseek_v3-1", "late_weights-deepseek_v3", "skips", "ramp", "agreement",
+    "refused_exchange", "checkpoint_timeout",
+}  # fmt: skip
 NAMES = {world: list(rank_cases.cases(world)) for world in (2, 4)}
 
 
@@ -27,22 +31,27 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-@pytest.fixture(scope="module")
-def failures(store, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, bool], Failures]:
-    """What went wrong in the further cases of a world or in the others, by rank."""
+def mark_of(world: int, name: str) -> str:
+    if name in FURTHER:
+        return "exhaustive"
+    return "" if world == 2 and name in QUICK else "slow"
 
-    def start(further: bool, world: int, folder: str) -> None:
-        names = [name for name in NAMES[world] if (name in FURTHER) == further]
+
+@pytest.fixture(scope="module")
+def failures(store, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Failures]:
+    """What went wrong in the cases of a world with a mark, by rank."""
+
+    def start(mark: str, world: int, folder: str) -> None:
+        names = [name for name in NAMES[world] if mark_of(world, name) == mark]
         start_ranks(rank_cases.run, (world, folder, str(store.folder), free_port(), "cpu", False, names), world)
 
-    worlds = [start_once(tmp_path_factory, f"trainers-{further}", partial(start, further)) for further in (False, True)]
-    return lambda world, further: worlds[further](world)
+    marks = "", "slow", "exhaustive"
+    worlds = {mark: start_once(tmp_path_factory, f"trainers-{mark}", partial(start, mark)) for mark in marks}
+    return lambda world, mark: worlds[mark](world)
 
 
 def marks(world: int, name: str) -> list[pytest.MarkDecorator]:
-    if name in FURTHER:
-        return [pytest.mark.exhaustive]
-    return [pytest.mark.slow] if world == 4 else []
+    return [getattr(pytest.mark, mark)] if (mark := mark_of(world, name)) else []
 
 
 @pytest.mark.parametrize(
@@ -50,4 +59,4 @@ def marks(world: int, name: str) -> list[pytest.MarkDecorator]:
     [pytest.param(world, name, marks=marks(world, name)) for world, names in NAMES.items() for name in names],
 )
 def test_trainers(failures, world: int, name: str):
-    assert_passed(failures(world, name in FURTHER), name)
+    assert_passed(failures(world, mark_of(world, name)), name)
