@@ -42,6 +42,8 @@ MIN_CYCLES_PER_K_BLOCK = 290  # however small: waiting for a stage, multiplying,
 PROMOTION_WAIT_CYCLES = 95  # between the last MMA of a k-block and the first addition of its promotion
 UNHIDDEN_SHARE = 0.5  # of the shorter of loading and multiplying, which the longer does not hide
 WARPGROUP_SHARE = 0.02  # of the time of one warpgroup alone: prefers the shorter of two k-blocks with the same bound
+GROUP_SIZES = tuple(0.8 + 0.4 * (i + 0.5) / 13 for i in range(13))  # of groups of any sizes, relative to their mean
+ROWS_BEFORE_GROUP = 1.5  # of the previous group, in a group's first tile (scheduler.cuh)
 H200_BANDWIDTH = 4.814304e12  # bytes/s, as its driver has it: the rates of memory above were measured at it
 
 
@@ -183,8 +185,13 @@ def num_tiles(p: Problem, c: GemmConfig) -> int:
     along_n = -(-p.n // c.cluster_tile_n)
     if p.schedule is Schedule.GROUPED:
         groups = max(p.groups, 1)
-        unused_rows = (c.cluster_tile_m - math.gcd(c.cluster_tile_m, p.alignment)) / 2  # of a group's last tile
-        along_m = max(math.ceil((p.m + groups * unused_rows) / c.cluster_tile_m), groups)
+        if p.alignment == 1:
+            rows = p.m / groups
+            tiles = sum(math.ceil((size * rows + ROWS_BEFORE_GROUP) / c.cluster_tile_m) for size in GROUP_SIZES)
+            along_m = math.ceil(groups * tiles / len(GROUP_SIZES))
+        else:
+            unused_rows = (c.cluster_tile_m - math.gcd(c.cluster_tile_m, p.alignment)) / 2  # of a group's last tile
+            along_m = max(math.ceil((p.m + groups * unused_rows) / c.cluster_tile_m), groups)
     elif p.schedule is Schedule.DENSE:
         along_m = -(-p.m // c.cluster_tile_m)
     else:

@@ -165,6 +165,14 @@ def test_bf16_that_is_added_to_is_loaded(m: int, n: int):
     assert all(choose(Problem(m, n, 2048, accumulate=True, transposable=True), chip).load_c for chip in (H100, H200))
 
 
+@pytest.mark.parametrize(("rows", "tiles"), [(96, 64), (192, 64), (256, 99)])
+def test_groups_of_any_sizes_are_near_their_mean(rows: int, tiles: int):
+    """64 groups of some 192 rows have one tile of 256 rows each, of some 256 every second one has two."""
+    experts = Problem(64 * rows, 128, 2048, 64, Schedule.GROUPED)
+    config = GemmConfig(256, 128, 3, schedule=Schedule.GROUPED, staged_boxes=1, max_groups=64)
+    assert num_tiles(experts, config) == tiles
+
+
 @pytest.mark.one_case
 @pytest.mark.parametrize("m", [1, 32, 200])
 def test_k_is_not_split_where_rows_do_not_depend_on_each_other(m: int):
