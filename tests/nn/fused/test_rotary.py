@@ -156,3 +156,14 @@ def test_what_rotate_halves_does_not_take_has_a_reason(change, reason):
     inputs = halves()
     assert why_not_rotate_halves(*inputs) is None
     assert reason in why_not_rotate_halves(*change(*inputs))
+
+
+def test_a_compiled_rotation_keeps_its_gradient():
+    """With torch 2.11 it had none where the input was copied into an empty tensor and rotated there."""
+    x, dy = torch.randn(2, B, S, H, R).unbind(0)
+    gradients = []
+    for function in (rotate, torch.compile(rotate, fullgraph=True, backend="eager")):
+        leaf = x.clone().requires_grad_()
+        function(leaf, COS_SIN).backward(dy)
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients)
