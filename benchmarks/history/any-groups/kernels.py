@@ -29,7 +29,7 @@ from octile.kernels.cuda.gemm.candidates import candidates
 from octile.kernels.cuda.gemm.config import GemmConfig, Schedule
 from octile.kernels.cuda.gemm.cost_model import Chip, rounded
 
-MOST = 2**30  # weights of a GEMM: of more experts a rank has a half, a quarter, …
+MAX_WEIGHTS = 2**30  # weights of a GEMM: of more experts a rank has a half, a quarter, …
 MIXTURES = [model for family in FAMILIES.values() for model in family if model.n_experts]
 
 
@@ -56,13 +56,13 @@ def cases(seed: str) -> list[tuple[str, AnySizes]]:
     for _ in range(40):
         m = draw.choice(MIXTURES)
         tokens, groups = int(2 ** draw.uniform(8, 14)), m.n_experts
-        while groups * 2 * m.expert_intermediate * m.hidden > MOST and groups % 2 == 0:
+        while groups * 2 * m.expert_intermediate * m.hidden > MAX_WEIGHTS and groups % 2 == 0:
             groups //= 2
         rows, at_random = max(1, tokens * m.per_token // m.n_experts), draw.random() < 0.5
         for n, k in ((2 * m.expert_intermediate, m.hidden), (m.hidden, m.expert_intermediate)):
-            of = {"experts": m.n_experts, "chosen": m.per_token, "tokens": tokens, "at_random": at_random}
+            settings = {"experts": m.n_experts, "chosen": m.per_token, "tokens": tokens, "at_random": at_random}
             name = f"{m.name}, {tokens} tokens, {'at random' if at_random else '0.6 to 1.4'}"
-            found.append((name, AnySizes("grouped", rows, n, k, groups, **of)))
+            found.append((name, AnySizes("grouped", rows, n, k, groups, **settings)))
     return found
 
 

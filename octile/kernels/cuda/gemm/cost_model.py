@@ -42,8 +42,9 @@ MIN_CYCLES_PER_K_BLOCK = 290  # however small: waiting for a stage, multiplying,
 PROMOTION_WAIT_CYCLES = 95  # between the last MMA of a k-block and the first addition of its promotion
 UNHIDDEN_SHARE = 0.5  # of the shorter of loading and multiplying, which the longer does not hide
 WARPGROUP_SHARE = 0.02  # of the time of one warpgroup alone: prefers the shorter of two k-blocks with the same bound
-GROUP_SIZES = tuple(0.8 + 0.4 * (i + 0.5) / 13 for i in range(13))  # of groups of any sizes, relative to their mean
-ROWS_BEFORE_GROUP = 1.5  # of the previous group, in a group's first tile (scheduler.cuh)
+# assumed of groups of any sizes, relative to their mean: ±20% (benchmarks/history/any-groups)
+GROUP_SIZES = tuple(0.8 + 0.4 * (i + 0.5) / 13 for i in range(13))
+ROWS_BEFORE_GROUP = 1.5  # mean number of rows of the previous group in a group's first tile (scheduler.cuh)
 H200_BANDWIDTH = 4.814304e12  # bytes/s, as its driver has it: the rates of memory above were measured at it
 
 
@@ -181,7 +182,10 @@ def cycles(p: Problem, c: GemmConfig, chip: Chip) -> float:
 
 
 def num_tiles(p: Problem, c: GemmConfig) -> int:
-    """Return the number of output tiles, in whole clusters; of groups of unknown sizes, the number to be expected."""
+    """Return the number of output tiles, in whole clusters; of groups of unknown sizes, the number to be expected.
+
+    Groups of any sizes are near their mean; of those that are multiples of `alignment` the last tile is half empty.
+    """
     along_n = -(-p.n // c.cluster_tile_n)
     if p.schedule is Schedule.GROUPED:
         groups = max(p.groups, 1)
