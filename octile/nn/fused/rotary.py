@@ -85,6 +85,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
+        # not copied into an empty tensor: torch 2.11's compiler gave what is rotated there in place no gradient
         y = x.clone(memory_format=torch.contiguous_format)
         rope.rotate_(y.view(math.prod(y.shape[:-3]), *y.shape[-3:]), cos, sin)
         return y

@@ -159,7 +159,7 @@ def test_what_rotate_halves_does_not_take_has_a_reason(change, reason):
 
 
 def test_a_compiled_rotation_keeps_its_gradient():
-    """With torch 2.11 it had none where the input was copied into an empty tensor and rotated there."""
+    """Fails with torch 2.11 alone, where an input that was copied into an empty tensor and rotated there had none."""
     x, dy = torch.randn(2, B, S, H, R).unbind(0)
     gradients = []
     for function in (rotate, torch.compile(rotate, fullgraph=True, backend="eager")):
