@@ -66,6 +66,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _mark_exhaustive(items)
     _mark_slow(items)
     if shares := config.getoption("share"):
+        known = {line.partition(":")[0].strip() for line in config.getini("markers")}
+        if unknown := {marker for marker, _, _ in shares} - known:
+            raise pytest.UsageError(f"--share: there is no marker {', '.join(sorted(unknown))}")
         _choose_shares(config, items, shares)
 
 
