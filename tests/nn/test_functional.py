@@ -255,7 +255,7 @@ def tokens(counts: list[int]) -> tuple[Tensor, Tensor]:
     return torch.randn(sum(counts), 24, generator=generator), torch.randn(sum(counts), 40, generator=generator)
 
 
-@pytest.mark.slow
+@pytest.mark.one_case
 @every_tiled_recipe
 @given(
     counts=some_counts,

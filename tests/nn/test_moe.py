@@ -265,7 +265,6 @@ def paper_balance(logits_BSE, k, scoring_func, top_k_BSK=None):
     return total / batch
 
 
-@pytest.mark.slow
 @given(st.integers(0, 2**31), st.integers(1, 3), st.integers(1, 7))
 def test_v3s_balance_loss_counts_the_top_k_of_the_unbiased_affinities(seed, batch, length):
     m, x = moe(seed), torch.randn(batch, length, 32)

@@ -247,7 +247,6 @@ def test_of_octiles_models_only_embedding_head_gates_and_norms_are_adamws():
     assert all("norm" in name for name in vectors)
 
 
-@pytest.mark.slow
 def test_everything_but_matrices_is_updated_as_by_adamw():
     model, other = mixture(), mixture()
     groups = muon_groups(model, 0.1)

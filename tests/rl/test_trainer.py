@@ -224,7 +224,6 @@ def test_a_context_that_is_too_short_is_refused(exact_folder, reward_file, monke
         make_trainer(exact_folder, reward_file, max_new_tokens=2)
 
 
-@pytest.mark.slow
 def test_gradients_that_are_not_finite_stop_the_run_before_the_update(exact_folder, reward_file, monkeypatch):
     trainer = make_trainer(exact_folder, reward_file)
     before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}

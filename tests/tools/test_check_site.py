@@ -34,7 +34,6 @@ def found(tmp_path_factory) -> list[str]:
     return faults(site)
 
 
-@pytest.mark.slow
 def test_a_page_that_fits_has_no_faults(found):
     assert [line for line in found if line.startswith(". ")] == []
 

@@ -257,7 +257,6 @@ def test_the_bias_of_experts_stays_after_the_end_of_balancing(scheduled):
         assert not torch.equal(states[6][0][f"model.{name}"], last[name])
 
 
-@pytest.mark.slow
 def test_uneven_micro_batches_add_up_to_the_whole_batch(new_trainer):
     ramp = {"steps": 4, "initial_batch_size": 3, "batch_ramp": 1.0}
     whole = new_trainer(**ramp).step()

@@ -109,7 +109,6 @@ SAMPLINGS = st.builds(
 )
 
 
-@pytest.mark.slow
 @given(st.lists(SAMPLINGS, min_size=1, max_size=6), st.integers(0, 2**63 - 1))
 def test_a_row_chooses_the_same_token_in_any_batch(samplings, seed):
     rows = [Row(sampling, seed, i) for i, sampling in enumerate(samplings)]

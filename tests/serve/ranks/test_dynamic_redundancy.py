@@ -84,7 +84,6 @@ def test_too_few_active_slots_are_refused_exactly_if_experts_with_tokens_do_not_
             choose_copies(*case, num_active)
 
 
-@pytest.mark.slow
 @given(cases(), st.integers(1, 3), st.data())
 def test_every_token_goes_to_a_copy_of_its_expert_and_each_copy_gets_its_share(case, n_ranks, data):
     entries = torch.arange(len(case.tokens)).repeat_interleave(case.tokens)

@@ -18,11 +18,12 @@ FURTHER = {  # with what shows the same
     "becoming_eager-2": "becoming_eager-1, which gathers the weights of all experts, too",
     "deepseek_v3-2": "delayed-2 and late_weights-deepseek_v3, of spread experts",
 }
-QUICK = {  # on two ranks; all take half a minute, and those on four ranks longer
+QUICK = {  # which always run, on two ranks: all cases there take half a minute, those on four ranks longer
     "equal_run-2-1", "equal_run-2-2", "deepseek_v3-1", "late_weights-deepseek_v3", "skips", "ramp", "agreement",
     "refused_exchange", "checkpoint_timeout",
 }  # fmt: skip
 NAMES = {world: list(rank_cases.cases(world)) for world in (2, 4)}
+assert not QUICK - set(NAMES[2]), "a case has another name now"
 
 
 def free_port() -> int:
