@@ -53,6 +53,7 @@ RECORDS: dict[str, tuple[str | None, tuple[str, ...]]] = {  # commit (None: in t
         None, ("octile/kernels/cuda/attention", "octile/ops/sparse_attention.py", "octile/bench/sparse.py")
     ),
     "h200_step": (None, (*LAYERS, "octile/optim", "octile/bench/step")),
+    "h200_step_torchao": (None, (*LAYERS, "octile/optim", "octile/bench/step")),
     "h200_step_adamw": ("9bd00d3", (*LAYERS, "octile/optim", "octile/bench/step")),
     "h200_tensor_core": ("2e7b109", TENSOR_CORE),
     "h200_tensor_core_40": ("cfa4865b", TENSOR_CORE),  # the commit that added it
