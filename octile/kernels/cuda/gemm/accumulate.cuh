@@ -80,7 +80,7 @@ __device__ __forceinline__ void add_to_c(const float (&total)[num_accum], uint8_
     barriers.parity ^= 1;
 #pragma unroll
     for (int i = 0; i < config::staged_boxes; ++i)
-        stage_box(total, i * store_columns / 8, staging + i * store_box_bytes, true);
+        stage_box(total, i * store_columns / 8, staging + i * store_box_bytes);
     ptx::fence_proxy_async();
     __syncwarp();
     if (ptx::lane_id() == 0) barriers.added->arrive();

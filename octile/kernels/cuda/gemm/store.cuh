@@ -2,7 +2,8 @@
 //
 //   tma      store boxes of 64 rows through shared memory, swizzled against bank conflicts. TMA stores them, or adds
 //            them (FP32 only; BF16 is added in shared memory, accumulate.cuh). Elements outside of the tensor are not
-//            stored, but rows of the next group would be: a box with such rows is stored row by row, not swizzled.
+//            stored, but rows of another group would be: threads store a box that has such rows. (TMA took up to 19%
+//            longer for experts of some 768 rows, with a bulk copy for each row of a first or last box.)
 //   pairs    two neighboring elements at a time, where TMA cannot store
 //   single   one element at a time, any strides
 //
@@ -106,14 +107,13 @@ constexpr bool stages_pairs =
 // Writes the columns of a store box, from column 8·`first` on, to shared memory, rounded to BF16 or as FP32; or adds
 // them to C, where it was loaded there. Offsets that differ only in bits which the swizzle does not read differ in the
 // same bits when swizzled. So one offset stays in a register, and an XOR gives the others.
-__device__ __forceinline__ void stage_box(const float (&total)[num_accum], int first, uint8_t* box, bool swizzle) {
+__device__ __forceinline__ void stage_box(const float (&total)[num_accum], int first, uint8_t* box) {
     constexpr int row_bytes = config::transposed ? 128 : store_columns * out_bytes;
     const int warp_row = threadIdx.x % 128 / 32 * 16, lane = ptx::lane_id();
     // lanes 0 … 7 address the rows of the first 8×8 matrix, the next 8 the rows below, the others 8 columns further on
     const int matrix_row = lane % 8 + lane / 8 % 2 * 8, matrix = lane / 16;
     if constexpr (stages_pairs) {
-        const int linear = (warp_row + lane / 4) * row_bytes + lane % 4 * 2 * out_bytes;
-        const int at = swizzle ? swizzled<row_bytes>(linear) : linear;
+        const int at = swizzled<row_bytes>((warp_row + lane / 4) * row_bytes + lane % 4 * 2 * out_bytes);
 #pragma unroll
         for (int j = 0; j < store_columns / 8; ++j) {
             const float* x = &total[4 * (first + j)];
@@ -139,8 +139,7 @@ __device__ __forceinline__ void stage_box(const float (&total)[num_accum], int f
                                    ptx::pack_bf16(x[4], x[5]), ptx::pack_bf16(x[6], x[7]));
         }
     } else {
-        const int linear = (warp_row + matrix_row) * row_bytes + matrix * 16;
-        const int at = swizzle ? swizzled<row_bytes>(linear) : linear;
+        const int at = swizzled<row_bytes>((warp_row + matrix_row) * row_bytes + matrix * 16);
 #pragma unroll
         for (int j = 0; j < store_columns / 8; j += 2) {
             const float* x = &total[4 * (first + j)];
@@ -154,6 +153,20 @@ __device__ __forceinline__ void stage_box(const float (&total)[num_accum], int f
     }
 }
 
+// Stores the rows of a store box from first_row to end_row, 16 bytes at a time; `to` is its first element in the
+// result, whose columns end after `columns`. Rows of a result that TMA could store begin and end at 16 bytes.
+__device__ __forceinline__ void store_rows(
+    const uint8_t* box, void* to, int64_t out_row, int first_row, int end_row, int columns) {
+    constexpr int row_bytes = store_columns * out_bytes, vectors = row_bytes / 16;
+#pragma unroll
+    for (int i = threadIdx.x % 128; i < 64 * vectors; i += 128) {
+        const int row = i / vectors, byte = i % vectors * 16;
+        if (first_row <= row && row < end_row && byte < columns * out_bytes)
+            *reinterpret_cast<uint4*>(static_cast<uint8_t*>(to) + row * out_row * out_bytes + byte) =
+                *reinterpret_cast<const uint4*>(box + swizzled<row_bytes>(row * row_bytes + byte));
+    }
+}
+
 // Stores a wave by TMA, as many store boxes at a time as there are buffers. Where there are buffers for two waves, one
 // is written while TMA still reads the other; with an odd number of waves a tile would begin with the buffer in use.
 __device__ __forceinline__ void store_with_tma(
@@ -161,9 +174,8 @@ __device__ __forceinline__ void store_with_tma(
     int columns, int warpgroup) {
     constexpr int boxes = store_boxes / waves, at_once = boxes < config::staged_boxes ? boxes : config::staged_boxes;
     constexpr bool two = config::staged_boxes >= 2 * boxes && waves % 2 == 0;
-    const int thread = threadIdx.x % 128, first_row = max(tile.m_begin - m, 0), end_row = min(tile.m_end - m, 64);
+    const int first_row = max(tile.m_begin - m, 0), end_row = min(tile.m_end - m, 64);
     const bool whole = config::schedule != grouped || end_row - first_row == 64;
-    const bool stores = whole ? thread == 0 : first_row <= thread && thread < end_row;
     uint8_t* buffer = staging + (two ? wave % 2 * boxes * store_box_bytes : 0);
 #pragma unroll
     for (int first = 0; first < boxes; first += at_once) {
@@ -171,7 +183,7 @@ __device__ __forceinline__ void store_with_tma(
         ptx::named_barrier_sync(4 + warpgroup, 128);
 #pragma unroll
         for (int i = 0; i < at_once && first + i < boxes; ++i)
-            stage_box(total, (first + i) * store_columns / 8, buffer + i * store_box_bytes, whole);
+            stage_box(total, (first + i) * store_columns / 8, buffer + i * store_box_bytes);
         ptx::fence_proxy_async();
         ptx::named_barrier_sync(4 + warpgroup, 128);
 
@@ -179,14 +191,15 @@ __device__ __forceinline__ void store_with_tma(
         for (int i = 0; i < at_once && first + i < boxes; ++i) {
             const int n = tile.n + (first + i) * store_columns;
             const uint8_t* box = buffer + i * store_box_bytes;
-            if (!stores || n >= columns || m >= tile.m_end) continue;
+            if (n >= columns || m >= tile.m_end) continue;
             if (!whole) {
-                constexpr int row_bytes = store_columns * out_bytes;
-                uint8_t* row = static_cast<uint8_t*>(out.data) + ((m + thread) * out.row + n) * out_bytes;
-                ptx::bulk_store(row, box + thread * row_bytes, min(row_bytes, round_up((columns - n) * out_bytes, 16)));
-            } else if constexpr (config::transposed) ptx::tma_store(out.map, box, m, n, output_group(tile));
-            else if constexpr (config::accumulate) ptx::tma_reduce_add(out.map, box, n, m, output_group(tile));
-            else ptx::tma_store(out.map, box, n, m, output_group(tile));
+                uint8_t* to = static_cast<uint8_t*>(out.data) + (m * out.row + n) * out_bytes;
+                store_rows(box, to, out.row, first_row, end_row, columns - n);
+            } else if (threadIdx.x % 128 == 0) {
+                if constexpr (config::transposed) ptx::tma_store(out.map, box, m, n, output_group(tile));
+                else if constexpr (config::accumulate) ptx::tma_reduce_add(out.map, box, n, m, output_group(tile));
+                else ptx::tma_store(out.map, box, n, m, output_group(tile));
+            }
         }
         ptx::bulk_commit_group();
     }
