@@ -20,6 +20,9 @@
 // - Groups of rows begin at any row, but TMA loads scales from addresses that are multiples of 16 bytes only (observed
 //   on an H200; it ends in an illegal instruction). A group's first tile therefore begins up to 3 rows before the
 //   group; those rows are not stored.
+// - Three warpgroups have 64 rows of a tile each. Where a group's last tile would have rows of one of them, it takes
+//   64 from the tile before: two tiles for two warpgroups take less time than one for three and one for one, whose
+//   promotion no other one's products hide.
 // - Offsets are on the device and cannot be checked, but they must not lead outside of the tensors: they are clamped.
 #pragma once
 #include "ptx.cuh"
@@ -44,6 +47,7 @@ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int cluster_size = config::cluster_m * config::cluster_n;  // thread blocks, 1 or 2
 constexpr int cluster_tile_m = config::tile_m * config::cluster_m, cluster_tile_n = config::tile_n * config::cluster_n;
 constexpr bool m_grouped = config::schedule == grouped || config::schedule == masked;
+constexpr bool evens_last_tiles = m_grouped && config::warpgroups == 3 && config::cluster_m == 1;
 
 // A value that is the same in all lanes, in a form that tells the compiler so: it then keeps tile addresses in uniform
 // registers, where wgmma needs them.
@@ -155,6 +159,13 @@ public:
         tile.m = warp_uniform(m_begin + m_tile * cluster_tile_m + rank / config::cluster_n * config::tile_m);
         tile.n = warp_uniform(n_tile * cluster_tile_n + rank % config::cluster_n * config::tile_n);
         tile.index = cluster_tile * cluster_size + rank;
+        if constexpr (evens_last_tiles) {
+            const int last = m_begin + (m_tiles - 1) * config::tile_m;  // the first row of the last tile
+            if (m_tiles > 1 && tile.m_end - last <= 64) {
+                if (m_tile == m_tiles - 1) tile.m = last - 64;
+                if (m_tile == m_tiles - 2) tile.m_end = last - 64;
+            }
+        }
         return true;
     }
 
