@@ -21,9 +21,6 @@ from octile.kernels.cuda.jit.tensor_map import BYTES, TensorMap
 from octile.kernels.memory_layout import VECTOR, padded
 
 NO_MAP = bytes(BYTES)  # for a parameter that the kernel does not read
-# Up to as many rows of a group a GEMM waits for weights from memory. These come faster if the L2 cache fetches the 128
-# bytes that a row of a tile has, and not the next k-block's with them (benchmarks/history/gemm-few-rows).
-FEW_ROWS = 256
 UNKNOWN = VECTOR  # stands for a map's pointer until the launch; it is aligned
 
 
@@ -73,8 +70,7 @@ def plan_launch(request: GemmRequest, chip: Chip, config: GemmConfig | None = No
         config: the kernel; None: the one that `choose` finds.
     """
     is_early = request.schedule is Schedule.GROUPED and loads_others_early()
-    described = problem(request)
-    config = config or replace(choose(described, chip), programmatic=overlaps(), early_groups=is_early)
+    config = config or replace(choose(problem(request), chip), programmatic=overlaps(), early_groups=is_early)
     (a, a_scale, _), (b, b_scale, _) = (operand.parts() for operand in request.nt_operands())
     out = _out(request)
     (m, k), n = a.shape[-2:], b.shape[-2]
@@ -82,10 +78,9 @@ def plan_launch(request: GemmRequest, chip: Chip, config: GemmConfig | None = No
     if config.transposed:
         a, a_scale, b, b_scale, out, m, n = b, b_scale, a, a_scale, out.mT, n, m
 
-    fetch = BLOCK_K if _rows_of_a_group(described) <= FEW_ROWS else 2 * BLOCK_K
     maps = (
-        _map(a, (config.tile_m, BLOCK_K), BLOCK_K, fetch),
-        _map(b, (config.tile_n, BLOCK_K), BLOCK_K, fetch),
+        _map(a, (config.tile_m, BLOCK_K), BLOCK_K),
+        _map(b, (config.tile_n, BLOCK_K), BLOCK_K),
         _map(a_scale.mT, (1, config.tile_m)) if config.a_scales is Scales.PER_ROW else None,
         _map(b_scale.mT, (1, config.tile_n)) if config.b_scales is Scales.PER_ROW else None,
         _out_map(out, config) if config.store is Store.TMA else None,
@@ -136,10 +131,6 @@ def problem(request: GemmRequest) -> Problem:
         row_invariant=request.row_invariant,
         alignment=request.alignment,
     )
-
-
-def _rows_of_a_group(p: Problem) -> int:
-    return p.m // max(p.groups, 1) if p.schedule is Schedule.GROUPED else p.m
 
 
 def make_tma_readable(request: GemmRequest) -> GemmRequest:
@@ -197,7 +188,7 @@ def _store(out: Tensor) -> Store:
     return Store.PAIRS if pairs else Store.SINGLE
 
 
-def _map(t: Tensor, box: tuple[int, int], swizzle: int = 0, fetch: int = 2 * BLOCK_K) -> TensorMap:
+def _map(t: Tensor, box: tuple[int, int], swizzle: int = 0) -> TensorMap:
     """Describe t [rows, columns] or [groups, rows, columns], always with three dimensions; FP8 as bytes."""
     group, row, _ = _strides(t)
     groups = t.shape[0] if t.dim() == 3 else 1
@@ -205,7 +196,7 @@ def _map(t: Tensor, box: tuple[int, int], swizzle: int = 0, fetch: int = 2 * BLO
     unused = VECTOR // t.itemsize  # the stride along a single row: never used, but it must be legal
     strides = (group if groups > 1 else unused, row if rows > 1 else unused, 1)
     dtype = torch.uint8 if t.itemsize == 1 else t.dtype
-    return TensorMap(UNKNOWN, dtype, (groups, rows, columns), strides, (1, *box), swizzle, fetch)
+    return TensorMap(UNKNOWN, dtype, (groups, rows, columns), strides, (1, *box), swizzle)
 
 
 def _out_map(out: Tensor, config: GemmConfig) -> TensorMap:

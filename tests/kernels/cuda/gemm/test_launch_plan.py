@@ -91,22 +91,6 @@ def test_the_grid_is_no_larger_than_the_work():
     assert plan_launch(large, Chip(7), kernel).grid == 6
 
 
-@pytest.mark.parametrize(("rows", "fetch"), [(256, 128), (257, 256)])
-def test_the_l2_cache_fetches_what_few_rows_load_and_no_more(rows: int, fetch: int):
-    few = _request(torch.empty(rows, N, dtype=torch.bfloat16), operand((rows, K), ROW))
-    a, b, *_ = plan_launch(few, Chip(132)).maps
-    assert a.fetch == b.fetch == fetch
-
-
-def test_few_rows_are_those_of_a_group():
-    groups = torch.tensor([300, 600], dtype=torch.int32)
-    a, b = operand((600, K), ROW), operand((2, N, K), BLOCK)
-    grouped = _request(torch.empty(600, N, dtype=torch.bfloat16), a, b, schedule=Schedule.GROUPED, sizes=groups)
-    assert plan_launch(grouped, Chip(132)).maps[1].fetch == 256
-    more_groups = replace(grouped, b=operand((3, N, K), BLOCK), sizes=torch.tensor([300, 500, 600], dtype=torch.int32))
-    assert plan_launch(more_groups, Chip(132)).maps[1].fetch == 128
-
-
 def test_empty_gemms_launch_no_kernel():
     a, b = torch.empty(M, 0, dtype=torch.float8_e4m3fn), torch.empty(N, 0, dtype=torch.float8_e4m3fn)
     scale = torch.empty(M, 0)
