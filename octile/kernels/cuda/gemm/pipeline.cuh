@@ -132,6 +132,7 @@ __device__ __forceinline__ void zero_outside(uint8_t* tile, int rows, int begin,
         const int low = max(0, min(begin - first - 4 * w, 4)), high = max(low, min(end - first - 4 * w, 4));
         kept[w] = static_cast<uint32_t>((1ull << 8 * high) - (1ull << 8 * low));
     }
+#pragma unroll 1  // inlined in each k-block of an unrolled loop
     for (int i = thread; i < rows * 8; i += threads_per_tile) {
         uint4& bytes = *reinterpret_cast<uint4*>(tile + i * 16);
         uint4 x = keeps_none ? make_uint4(0, 0, 0, 0) : bytes;
