@@ -600,6 +600,21 @@ class Recipe:
         return getattr(cls, name)()
 
 
+def check_recipe(recipe: Any) -> None:
+    """Refuse what is neither a recipe nor None.
+
+    Raises:
+        TypeError: recipe is something else.
+    """
+    if recipe is not None and not isinstance(recipe, Recipe):
+        what, see = type(recipe).__name__, "see Recipe.named"
+        if isinstance(recipe, str):
+            see = f"see Recipe.named({recipe!r})"
+        elif getattr(recipe, "__self__", None) is Recipe and recipe.__name__ in Recipe.names():
+            see = f"call it, Recipe.{recipe.__name__}()"
+        raise TypeError(f"recipe must be an octile.Recipe, not {what}: {see}")
+
+
 def _fine_grained(
     fmt: FloatFormat | IntFormat = E4M3,
     gradient: FloatFormat | IntFormat = E4M3,

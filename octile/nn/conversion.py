@@ -19,11 +19,11 @@ from octile.nn.fused.fusion import FusableModule, is_forward_replaced
 from octile.nn.fused.layers import torchao_type
 from octile.nn.fused.shared_quantization import share_among_children
 from octile.nn.joined_linear import JoinedLinear
-from octile.nn.linear import Linear, check_recipe, with_class
+from octile.nn.linear import Linear, with_class
 from octile.nn.mlp import FeedForward, SwiGLU, feed_forward_class
 from octile.nn.moe import Experts
 from octile.nn.structure import called_on_one_input, is_called_in_a_row, swiglu_class
-from octile.recipe import OptimizerFormats, Recipe
+from octile.recipe import OptimizerFormats, Recipe, check_recipe
 
 Filter = Callable[[str, nn.Module], bool]
 

@@ -24,7 +24,7 @@ from octile.nn.weight_cache import can_cache
 from octile.ops.matmul import check_sizes
 from octile.ops.operator import check_tensor
 from octile.ops.quantize import INPUT_DTYPES
-from octile.recipe import GEMMS, Recipe
+from octile.recipe import GEMMS, Recipe, check_recipe
 
 
 def linear(
@@ -50,9 +50,11 @@ def linear(
         [..., N] in autocast's dtype if autocast is on, else in x's.
 
     Raises:
-        TypeError: x, weight or main_grad has another dtype, or only some of x, weight and bias are DTensors.
+        TypeError: x, weight or main_grad has another dtype, only some of x, weight and bias are DTensors, or recipe is
+            not a Recipe, such as the name of one.
         ValueError: shapes, devices or placements do not match; history is missing for a recipe with delayed scaling.
     """
+    check_recipe(recipe)
     if recipe is None:
         return F.linear(x, weight, bias)
     if is_dtensor(x) or is_dtensor(weight) or is_dtensor(bias):
@@ -97,6 +99,7 @@ def grouped_linear(
     Raises:
         TypeError, ValueError: as in `linear`; offs is not int32 [G].
     """
+    check_recipe(recipe)
     _check(x_TK, weight_GNK, recipe, history, weight_dims=3)
     if x_TK.dim() != 2:
         raise ValueError(f"x must be [T, K], not {list(x_TK.shape)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from octile.nn.delayed_scaling import AmaxHistory
 from octile.nn.fused.head_losses import HeadLosses
 from octile.nn.fused.high_precision import HighPrecisionLinear
 from octile.nn.smooth_swiglu import scale_columns
-from octile.recipe import Recipe
+from octile.recipe import Recipe, check_recipe
 
 R = TypeVar("R", bound=Recipe | None)
 M = TypeVar("M", bound=nn.Module)
@@ -38,21 +38,6 @@ class RecipeHolder(Generic[R]):
         self._recipe = recipe
         _recipe_changes += 1
         _was_batch_invariant = _was_batch_invariant or (recipe is not None and recipe.batch_invariant)
-
-
-def check_recipe(recipe: Any) -> None:
-    """Refuse what is neither a recipe nor None.
-
-    Raises:
-        TypeError: recipe is something else.
-    """
-    if recipe is not None and not isinstance(recipe, Recipe):
-        what, see = type(recipe).__name__, "see Recipe.named"
-        if isinstance(recipe, str):
-            see = f"see Recipe.named({recipe!r})"
-        elif getattr(recipe, "__self__", None) is Recipe and recipe.__name__ in Recipe.names():
-            see = f"call it, Recipe.{recipe.__name__}()"
-        raise TypeError(f"recipe must be an octile.Recipe, not {what}: {see}")
 
 
 def recipe_of(model: nn.Module) -> Recipe | None:

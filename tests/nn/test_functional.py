@@ -558,6 +558,13 @@ def test_operands_that_do_not_fit_are_refused(recipe, x, weight, error, message)
         linear(x, weight, None, recipe)
 
 
+@pytest.mark.parametrize("function", [linear, grouped_linear])
+def test_the_name_of_a_recipe_is_refused_with_the_call_that_makes_it(function, x, w, w_GNK, offs):
+    operands = (x, w, None) if function is linear else (x, w_GNK, offs)
+    with pytest.raises(TypeError, match=r"recipe must be an octile\.Recipe, not str: see Recipe\.named\('mxfp8'\)"):
+        function(*operands, "mxfp8")
+
+
 def test_a_bias_of_another_length_is_refused(x, w):
     with pytest.raises(ValueError, match=r"bias must be \[150\], not \[1\]"):
         linear(x, w, torch.zeros(1), Recipe.deepseek_v3())
