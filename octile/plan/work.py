@@ -216,7 +216,8 @@ def mixture_work(
     local = c.n_routed_experts // ep
     rows = load * tokens * k + local * 128 / 2  # an expert's rows begin at a multiple of 128
     passed = rows * (1 + spare_rows)
-    yield from _norm_before(d, tokens, saved, bytes_per_channel=5)  # high precision for the gate, too
+    # forward high precision for the gate, too; backward also the gradients of gate, experts and shared experts
+    yield from _norm_before(d, tokens, saved, bytes_per_channel=5, backward_bytes_per_channel=12)
     yield from bf16_linear(tokens, c.n_routed_experts, d, GATE_TERMS)
     for phase in PHASES[:2]:
         yield Work("copy", phase, bytes=8 * tokens * c.n_routed_experts, calls=SMALL_ROUTING_KERNELS)
@@ -224,14 +225,12 @@ def mixture_work(
     yield from linear(rows, d, f, local)
     yield from swiglu_work(f, passed)
     yield Work("permute", "forward", bytes=tokens * d + passed * d)
-    yield Work("unpermute", "forward", bytes=2 * rows * d + 2 * tokens * d)
+    yield Work("unpermute", "forward", bytes=2 * rows * d + 4 * tokens * d)  # adds the shared experts' result
     yield Work("quantize", "input_gradient", bytes=3 * tokens * d)  # dy, before it is dispatched
     yield Work("permute", "input_gradient", bytes=tokens * d + passed * d)  # dy
     yield Work("requantize", "input_gradient", bytes=2 * 2 * passed * d, calls=2)  # dy, and x by row, along tokens
     yield Work("unpermute", "input_gradient", bytes=2 * rows * d + 2 * tokens * d)
     yield from _shared(d, c.n_shared_experts * f, tokens)
-    yield Work("copy", "forward", bytes=6 * tokens * d)  # added to the routed experts' result
-    yield Work("copy", "input_gradient", bytes=6 * tokens * d)
 
 
 def head_work(c: ModelConfig, tokens: int) -> Iterator[Work]:
@@ -260,13 +259,15 @@ def prediction_work(c: ModelConfig, tokens: int) -> Iterator[Work]:
     yield Work("copy", "input_gradient", bytes=8 * tokens * d)
 
 
-def _norm_before(d: int, tokens: int, saved: bool, bytes_per_channel: int) -> Iterator[Work]:
+def _norm_before(
+    d: int, tokens: int, saved: bool, bytes_per_channel: int, backward_bytes_per_channel: int = 8
+) -> Iterator[Work]:
     """The norm that quantizes a feed-forward part's input, and the residual sum."""
     yield Work("norm", "forward", bytes=bytes_per_channel * tokens * d)
     yield Work("copy", "forward", bytes=6 * tokens * d)
     if not saved:
         yield Work("norm", "input_gradient", bytes=3 * tokens * d)
-    yield Work("norm_backward", "input_gradient", bytes=8 * tokens * d)
+    yield Work("norm_backward", "input_gradient", bytes=backward_bytes_per_channel * tokens * d)
 
 
 def _shared(d: int, i: int, tokens: int) -> Iterator[Work]:
