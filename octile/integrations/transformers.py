@@ -39,6 +39,7 @@ from octile.nn.functional import result_dtype
 from octile.nn.fused.block_input import quantize_block_input
 from octile.nn.fused.elementwise import swiglu
 from octile.nn.fused.feed_forward import Routed, can_fuse_size, experts_feed_forward
+from octile.nn.fused.fusion import Activations, activations_of, has_other_activation
 from octile.nn.linear import RecipeHolder, history_for
 from octile.nn.made_class import MadeClass, make_subclass
 from octile.nn.main_grad import check_main_grad
@@ -61,14 +62,15 @@ class ExpertsRecipe(nn.Module, RecipeHolder[Recipe | None]):
 
     Attributes:
         recipe: None: the experts are computed as before.
-        has_swiglu: whether their activation is SwiGLU.
+        has_swiglu: whether their activation was SwiGLU when they were converted.
+        activations: what it called then.
         implementation: the name in transformers' registry of the function that computed them before.
     """
 
-    def __init__(self, has_swiglu: bool):
+    def __init__(self, has_swiglu: bool, activations: Activations):
         super().__init__()
         self.recipe = None
-        self.has_swiglu, self.implementation = has_swiglu, DEFAULT
+        self.has_swiglu, self.activations, self.implementation = has_swiglu, activations, DEFAULT
         self.gate_up_history: AmaxHistory | None = None
         self.down_history: AmaxHistory | None = None
 
@@ -108,7 +110,7 @@ class StackedExperts:
         ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
         experts, config = self.experts, self.experts.config
         if NAME not in experts._modules:
-            experts.add_module(NAME, ExpertsRecipe(is_swiglu(experts._apply_gate)))
+            experts.add_module(NAME, ExpertsRecipe(is_swiglu(experts._apply_gate), activations_of(experts)))
             experts.register_forward_pre_hook(_report_another_function)
         if config._experts_implementation != NAME:
             if id(config) not in _implementations:
@@ -133,7 +135,8 @@ class Llama4Experts:
         """Have octile compute the experts by this recipe, and clear the amax history of delayed scaling."""
         experts = self.experts
         if NAME not in experts._modules:
-            experts.add_module(NAME, ExpertsRecipe(is_swiglu(partial(_llama4_gate, experts))))
+            has_swiglu = is_swiglu(partial(_llama4_gate, experts))
+            experts.add_module(NAME, ExpertsRecipe(has_swiglu, activations_of(experts)))
             cls: Any = type(experts)
             experts.__class__ = _llama4_class(cls)
         _set_recipe(experts, recipe)
@@ -170,7 +173,8 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
         gate_up, down = _transposed(gate_up), _transposed(down)
     dispatcher = LocalDispatcher()
     plan = dispatcher.plan(top_k_index, count_tokens(top_k_index, len(down))[0])
-    is_fused = holder.has_swiglu and not experts.has_bias and recipe.can_fuse_swiglu
+    has_swiglu = _has_swiglu(experts)
+    is_fused = has_swiglu and not experts.has_bias and recipe.can_fuse_swiglu
     if is_fused and can_fuse_size(down.shape[-1]):
         x, weights_TK = quantize_block_input(hidden_states, recipe), top_k_weights.float()
         dtype = result_dtype(hidden_states)
@@ -178,7 +182,7 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     else:
         x_RD = dispatcher.dispatch(hidden_states, plan)
         histories = holder.gate_up_history, holder.down_history
-        activation = swiglu if holder.has_swiglu else experts._apply_gate
+        activation = swiglu if has_swiglu else experts._apply_gate
         if experts.has_bias:
             expert_R = expert_of_rows(plan.offs_E, len(x_RD))
             activation = _biased(activation, experts.gate_up_proj_bias, expert_R)
@@ -200,10 +204,16 @@ def _llama4_class(cls: type[nn.Module]) -> type[nn.Module]:
         offs_E = rows * torch.arange(1, n_experts + 1, device=hidden_states.device, dtype=torch.int32)
         weights = _transposed(self.gate_up_proj), _transposed(self.down_proj)
         histories = holder.gate_up_history, holder.down_history
-        activation = swiglu if holder.has_swiglu else partial(_llama4_gate, self)
+        activation = swiglu if _has_swiglu(self) else partial(_llama4_gate, self)
         return experts_layers(hidden_states, offs_E, *weights, holder.recipe, *histories, activation)
 
     return make_subclass(cls, (MadeClass,), {"forward": forward}, _llama4_class, cls)
+
+
+def _has_swiglu(experts: Any) -> bool:
+    """Whether converted experts have SwiGLU, and nobody has replaced it or given it hooks since."""
+    holder = experts._modules[NAME]
+    return holder.has_swiglu and not has_other_activation(experts, holder.activations)
 
 
 def _llama4_gate(experts: Any, gate_up: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from octile.nn.fused.fusion import FusableModule, is_forward_replaced
 from octile.nn.fused.layers import torchao_type
 from octile.nn.fused.shared_quantization import share_among_children
 from octile.nn.joined_linear import JoinedLinear
-from octile.nn.linear import Linear, with_class
-from octile.nn.mlp import FeedForward, SwiGLU, feed_forward_class
+from octile.nn.linear import Linear
+from octile.nn.mlp import SwiGLU, become_swiglu
 from octile.nn.moe import Experts
 from octile.nn.structure import called_on_one_input, is_called_in_a_row, swiglu_class
 from octile.recipe import OptimizerFormats, Recipe, check_recipe
@@ -54,13 +54,14 @@ def convert(
     a method `use_recipe`, such as `Experts`, get the recipe, and so do the stacked experts of transformers
     (`octile.integrations.transformers`) and of torchtitan (`octile.integrations.torchtitan_experts`); other stacked
     weights [E, N, K] are not converted and count as E layers. A module that computes SwiGLU of three converted layers,
-    or of two with gate and up in one, becomes an `MLP`, `FeedForward` or `GateUpMLP` of the same layers. Layers of one
-    module that read its input, such as attention's q, k and v, quantize it once, and are one GEMM where every forward
-    pass calls them (`octile.nn.joined_linear`). In eager mode RMSNorm layers and rotary embeddings of other libraries'
-    models run in fused kernels, which round once (`octile.nn.eager_kernels`). A model of transformers that is compiled
-    as a whole has no mask of causal attention (`octile.integrations.transformers_masks`). torch's encoders leave their
-    fast path for inference, which would compute in high precision. The summary ("converted n of
-    m linear layers to deepseek_v3, skipped k: why") goes to the logger `octile` if logging is set up, else to stderr.
+    or of two with gate and up in one, becomes an `MLP`, `FeedForward` or `GateUpMLP`, too, and computes as its own
+    class does where its activation is replaced later. Layers of one module that read its input, such as attention's q,
+    k and v, quantize it once, and are one GEMM where every forward pass calls them (`octile.nn.joined_linear`). In
+    eager mode RMSNorm layers and rotary embeddings of other libraries' models run in fused kernels, which round once
+    (`octile.nn.eager_kernels`). A model of transformers that is compiled as a whole has no mask of causal attention
+    (`octile.integrations.transformers_masks`). torch's encoders leave their fast path for inference, which would
+    compute in high precision. The summary ("converted n of m linear layers to deepseek_v3, skipped k: why") goes to
+    the logger `octile` if logging is set up, else to stderr.
 
     Some recipes need more of a training loop than converted layers, which a RuntimeWarning says: delayed scaling that
     `octile.nn.end_step` is called after each step, others a loss scale or formats of the optimizer's state
@@ -167,7 +168,7 @@ def apply_recipe(
             else:
                 replacements[module] = Linear.from_linear(module, recipe.for_layer(name))
         model = _replace(model, name, replacements[module])
-    model = _fuse(model, named)
+    _fuse(named)
     _avoid_fast_path(model)
     skip_causal_masks(model)
     for integration in _integrations(model, LOADING):
@@ -253,23 +254,17 @@ def _integrations(model: nn.Module, names: Mapping[str, str]) -> list[Any]:
     return [import_module(name) for package, name in names.items() if package in packages]
 
 
-def _fuse(model: nn.Module, named: list[tuple[str, nn.Module]]) -> nn.Module:
+def _fuse(named: list[tuple[str, nn.Module]]) -> None:
     """Have other people's modules compute their converted layers together, where octile's own modules do so."""
-    replacements: dict[nn.Module, nn.Module] = {}
     for name, module in named:
         layers = [child for child in module._modules.values() if isinstance(child, Linear)]
         if isinstance(module, FusableModule | nn.Sequential) or len(layers) < 2:
             continue
         kind = swiglu_class(module)
         if kind is not None and all(isinstance(module._modules[layer], Linear) for layer in kind.fusable_layers):
-            if kind is FeedForward:
-                cls: Any = type(module)
-                module.__class__ = feed_forward_class(cls)
-                continue
-            model = _replace(model, name, replacements.setdefault(module, with_class(kind, module)))
+            become_swiglu(module, kind)
         elif not _join(module) and name and len({layer.in_features for layer in layers}) < len(layers):
             share_among_children(module)
-    return model
 
 
 def _avoid_fast_path(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -9,7 +10,14 @@ from octile.nn.functional import result_dtype
 from octile.nn.fused.block_input import BlockInput
 from octile.nn.fused.elementwise import swiglu
 from octile.nn.fused.feed_forward import can_fuse_size, feed_forward
-from octile.nn.fused.fusion import FusableModule, Fusion, fuse_linear
+from octile.nn.fused.fusion import (
+    Activations,
+    FusableModule,
+    Fusion,
+    activations_of,
+    fuse_linear,
+    has_other_activation,
+)
 from octile.nn.fused.shared_quantization import shared_quantization
 from octile.nn.linear import Linear
 from octile.nn.made_class import MadeClass, make_subclass
@@ -21,10 +29,18 @@ class SwiGLU(FusableModule):
     """What these layers share: the data flow, and the decision whether it is one function.
 
     The last of the `fusable_layers` is the down-projection.
+
+    Attributes:
+        activations: those of a module of another library when it was converted. Where one is replaced, or has hooks,
+            the module runs the forward pass of its own class.
     """
+
+    activations: Activations = ()
 
     def forward(self, x: Tensor | BlockInput) -> Tensor:
         """Compute the layer of x, or of the second result of `octile.nn.pre_norm`."""
+        if has_other_activation(self, self.activations):
+            return super(FusableModule, self).forward(x)
         x = self.fused_input(x)
         if isinstance(x, BlockInput):
             weights = [getattr(self, name).weight for name in self.fusable_layers]
@@ -36,6 +52,10 @@ class SwiGLU(FusableModule):
             scale_I = power_of_2_at_least(h.detach().abs().flatten(0, -2).amax(0))
             return down((h / scale_I).to(h.dtype), scale_I)
         return down(h)
+
+    def fusion(self) -> Fusion | None:
+        """Return how the layers are fused in this forward pass; None: they are called one after the other."""
+        return None if has_other_activation(self, self.activations) else super().fusion()
 
     def projections(self, x: Tensor) -> Sequence[Tensor]:
         """Compute gate and up of x in high precision, as two tensors or as one with the gate's channels first."""
@@ -86,15 +106,6 @@ class FeedForward(MLP):
     fusable_layers = ("w1", "w3", "w2")
 
 
-@functools.cache
-def feed_forward_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Make the subclass of a module with w1, w2 and w3 that computes as `FeedForward` and has the module's methods.
-
-    torchtitan's models call `init_weights` of theirs after a conversion.
-    """
-    return make_subclass(cls, (MadeClass, FeedForward), {}, feed_forward_class, cls)
-
-
 class GateUpMLP(SwiGLU):
     """`MLP` with gate and up in one layer, gate_up_proj, whose first intermediate_size outputs are the gate's."""
 
@@ -108,3 +119,19 @@ class GateUpMLP(SwiGLU):
     def projections(self, x: Tensor) -> Sequence[Tensor]:
         """Compute gate and up of x by one GEMM."""
         return (self.gate_up_proj(x),)
+
+
+@functools.cache
+def swiglu_subclass(cls: type[nn.Module], kind: type[SwiGLU]) -> type[nn.Module]:
+    """Make the subclass of a module's class that computes as `kind` does, and has the methods of both.
+
+    torchtitan's models call `init_weights` of theirs after a conversion.
+    """
+    return make_subclass(cls, (MadeClass, kind), {}, swiglu_subclass, cls, kind)
+
+
+def become_swiglu(module: Any, kind: type[SwiGLU]) -> None:
+    """Have a module of another library that computes what `kind` does compute it as `kind` does."""
+    classes: Any = type(module), kind
+    module.__class__ = swiglu_subclass(*classes)
+    module.activations = activations_of(module, kind.fusable_layers)

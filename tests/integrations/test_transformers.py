@@ -291,6 +291,22 @@ def test_an_activation_of_the_models_own_is_used():
     assert results(module, *batch)["y"].norm() < 0.5 * results(plain, *batch)["y"].norm()
 
 
+@pytest.mark.parametrize("intermediate", [I, 96], ids=["fused", "grouped GEMMs"])
+def test_an_activation_that_is_replaced_after_the_conversion_is_used(intermediate):
+    module, expected, batch = apply_recipe(experts(intermediate)), experts(intermediate), routing()
+    for each in (module, expected):
+        each.act_fn = nn.Tanh()
+    assert_close(results(module, *batch), results(expected, *batch), 0.12)
+
+
+def test_an_activation_of_llama4s_experts_that_is_replaced_after_the_conversion_is_used():
+    module, expected, x_RD = llama4_experts(), llama4_experts(), torch.randn(E * 9, D)
+    apply_recipe(module, EXACT)
+    for each in (module, expected):
+        each.act_fn = nn.GELU()
+    torch.testing.assert_close(module(x_RD), expected(x_RD), rtol=1e-4, atol=1e-4)
+
+
 def test_the_fused_function_saves_less_than_half_of_what_transformers_saves():
     def saved(module: nn.Module) -> int:
         x, index, weights = routing(tokens=512)

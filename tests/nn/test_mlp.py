@@ -1,8 +1,17 @@
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig, Phi3Config
+from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from octile.nn import functional
-from octile.nn.conversion import convert
+from octile.nn.conversion import apply_recipe, convert
 from octile.nn.delayed_scaling import end_step
 from octile.nn.mlp import MLP
 from octile.recipe import Recipe
@@ -93,3 +102,95 @@ def test_the_smoothed_weight_does_not_saturate_when_a_channel_grows():
     scale[3] = 1024.0
     expected = x @ (down.weight * scale).T
     assert (down(x, scale) - expected).norm() < 0.06 * expected.norm()
+
+
+# Modules of other libraries, whose activation somebody replaces after the conversion
+
+SIZES = {"hidden_size": 32, "intermediate_size": 128, "num_attention_heads": 2, "pad_token_id": 0}
+
+
+class WithFunction(nn.Module):
+    """torchtitan's names of the layers, and an activation that is a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3, self.w2 = (nn.Linear(*sizes, bias=False) for sizes in ((32, 128), (32, 128), (128, 32)))
+        self.act = F.silu
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(self.act(self.w1(x)) * self.w3(x))
+
+
+def llama_formula(m: nn.Module, x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    return m.down_proj(activation(m.gate_proj(x)) * m.up_proj(x))
+
+
+def phi3_formula(m: nn.Module, x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    gate, up = m.gate_up_proj(x).chunk(2, dim=-1)
+    return m.down_proj(activation(gate) * up)
+
+
+def formula_of_function(m: nn.Module, x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    return m.w2(activation(m.w1(x)) * m.w3(x))
+
+
+OTHERS = {  # how each is made, its activation's name, another activation, and its formula
+    "Llama": (lambda: LlamaMLP(LlamaConfig(**SIZES)), "act_fn", nn.GELU(), llama_formula),
+    "Phi3": (lambda: Phi3MLP(Phi3Config(**SIZES)), "activation_fn", nn.GELU(), phi3_formula),
+    "function": (WithFunction, "act", F.gelu, formula_of_function),
+}
+every_module = pytest.mark.parametrize("name", OTHERS)
+
+
+def converted(name: str) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return apply_recipe(OTHERS[name][0]()), torch.randn(6, 32)
+
+
+@every_module
+def test_an_activation_that_is_replaced_after_the_conversion_is_used(name):
+    (module, x), (_, attribute, new, formula) = converted(name), OTHERS[name]
+    fused, old = module(x), getattr(module, attribute)
+    setattr(module, attribute, new)
+    assert module.fusion() is None
+    assert torch.equal(module(x), formula(module, x, F.gelu))
+    setattr(module, attribute, old)
+    assert module.fusion() is not None
+    assert torch.equal(module(x), fused)
+
+
+def test_an_activation_is_called_as_long_as_it_has_a_hook():
+    (module, x), calls = converted("Llama"), []
+    hook = module.act_fn.register_forward_hook(lambda *_: calls.append(1))
+    module(x)
+    hook.remove()
+    module(x)
+    assert calls == [1]
+
+
+@every_module
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+def test_a_copy_has_the_activation_that_it_was_converted_with(name, copied):
+    module, x = converted(name)
+    other = copied(module)
+    assert other.fusion() is not None
+    assert torch.equal(other(x), module(x))
+
+
+@pytest.mark.slow
+@every_module
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_an_activation_that_is_replaced_before_or_after_the_compilation_is_used(name, before):
+    (module, x), (_, attribute, new, formula) = converted(name), OTHERS[name]
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    if not before:
+        compiled(x)
+    setattr(module, attribute, new)
+    torch.testing.assert_close(compiled(x), formula(module, x, F.gelu), rtol=1e-6, atol=1e-6)
+
+
+def test_a_converted_module_has_the_class_and_the_methods_that_it_had():
+    module, _ = converted("Llama")
+    assert isinstance(module, LlamaMLP)
+    assert isinstance(module, MLP)
+    assert type(module).__name__ == "LlamaMLP"

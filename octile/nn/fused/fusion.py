@@ -6,7 +6,8 @@ quantized as it is computed, and what is not saved for backward is recomputed (`
 What can be fused is decided once, after a recipe was applied: the layers must be exactly `octile.nn.Linear`, without
 biases and with one recipe. Two questions are left to each forward pass: whether these layers are still the module's own
 (somebody may have replaced one), and whether one of them has hooks. A layer with a hook is called, so that the hook is;
-the module then runs its layers one after the other. (A bias that was added to a layer since has the same effect.)
+the module then runs its layers one after the other. (A bias that was added to a layer since has the same effect.) A
+module of another library then runs its own forward pass where its activation was replaced or has hooks.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from octile.nn.fused.block_input import BlockInput, quantize_block_input
 from octile.nn.linear import Linear, RecipeHolder, recipe_changes, was_batch_invariant
 from octile.nn.norm import RMSNorm
 from octile.recipe import GemmFormats, Recipe
+
+Activations = tuple[tuple[str, object], ...]  # attributes of a module, with their names
 
 
 class Fusion(NamedTuple):
@@ -119,6 +122,20 @@ def has_hooks(*modules: nn.Module | None) -> bool:
 def is_forward_replaced(module: nn.Module) -> bool:
     """Whether another library, such as accelerate, has given this one module a forward pass of its own."""
     return "forward" in module.__dict__
+
+
+def activations_of(module: nn.Module, layers: Iterable[str] = ()) -> Activations:
+    """Return what a module of another library may call besides its layers: its other submodules, and functions."""
+    functions = ((name, value) for name, value in vars(module).items() if callable(value))
+    return (*((name, child) for name, child in module._modules.items() if name not in layers), *functions)
+
+
+def has_other_activation(module: nn.Module, activations: Activations) -> bool:
+    """Whether one of a module's activations was replaced since `activations_of` returned them, or has hooks."""
+    return bool(activations) and any(  # octile's own modules have none
+        getattr(module, name, None) is not activation or (isinstance(activation, nn.Module) and has_hooks(activation))
+        for name, activation in activations
+    )
 
 
 def check_not_batch_invariant(layers: Iterable[nn.Module | None]) -> None:
