@@ -109,6 +109,11 @@ def _(
     return weights, x.new_empty(t, n_chosen, dtype=torch.int64), logits
 
 
+@gate.register_flops
+def _(x, weight, *_, **__):
+    return 2 * x.numel() * weight.shape[0]
+
+
 @gate.register_kernel("cuda")
 def _(
     x, weight, bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor,
@@ -195,6 +200,11 @@ def gate_backward(
 @gate_backward.register_fake
 def _(dweights, dlogits, logits, experts, x, weight, scoring_func, norm_topk_prob, routed_scaling_factor):
     return x.new_empty(x.shape), x.new_empty(weight.shape, dtype=torch.float32)
+
+
+@gate_backward.register_flops
+def _(dweights, dlogits, logits, experts, x, weight, *_, **__):
+    return 4 * x.numel() * weight.shape[0]  # the gradients of both
 
 
 @gate_backward.register_kernel("cuda")

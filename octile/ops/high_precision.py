@@ -84,6 +84,11 @@ def _(a, b, offs, out_dtype, expected_rows=0):
     return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
 
 
+@high_precision_grouped_nt.register_flops
+def _(a, b, offs, out_dtype, expected_rows=0):
+    return 2 * a.numel() * b.shape[1]
+
+
 @high_precision_grouped_nt.register_kernel("cuda")
 def _(a, b, offs, out_dtype, expected_rows=0):
     from octile.kernels.triton import high_precision as kernel  # late: a machine without a GPU has no Triton
@@ -122,6 +127,11 @@ def high_precision_grouped_tn(a: Tensor, b: Tensor, offs: Tensor, out_dtype: tor
 @high_precision_grouped_tn.register_fake
 def _(a, b, offs, out_dtype):
     return a.new_empty(offs.shape[0], a.shape[1], b.shape[1], dtype=out_dtype)
+
+
+@high_precision_grouped_tn.register_flops
+def _(a, b, offs, out_dtype):
+    return 2 * a.numel() * b.shape[1]
 
 
 @high_precision_grouped_tn.register_kernel("cuda")

@@ -40,6 +40,8 @@ NAMES = {
 def gemm_kernel(op: Operator, on_cpu: bool = True) -> Callable[[MakeRequest], MakeRequest]:
     """Decorate the function that makes the `GemmRequest` of an operator's arguments; on a GPU the request is launched.
 
+    torch's counter of FLOPs counts it.
+
     A request whose key was launched before is launched again at once. Others are checked, and `backends.run` finds a
     backend for them. On a CPU `kernels.cpu` computes what it can, and the reference the rest.
 
@@ -75,6 +77,7 @@ def gemm_kernel(op: Operator, on_cpu: bool = True) -> Callable[[MakeRequest], Ma
 
         if on_cpu:
             op.register_kernel("cpu")(compute)
+        op.register_flops(lambda *args, **kwargs: make_request(*args, **kwargs).flops())
         return make_request
 
     return register

@@ -29,6 +29,8 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch.autograd import _profiler_enabled
 from torch.compiler import is_dynamo_compiling
 
+from octile.ops.flop_counter import register_formula
+
 Function = Callable[..., Any]
 # Without this, torch.compile would trace a kernel whose caller it left in Python. `torch.compiler.disable` prevents
 # that too, but costs 1 µs at every call. The strategy is set once, for the function and for what it calls.
@@ -163,6 +165,11 @@ class Operator:
             return function
 
         return register
+
+    def register_flops(self, function: Function) -> Function:
+        """Decorate the formula by which torch's `FlopCounterMode` counts calls: it returns their FLOPs."""
+        register_formula(self.overload.overloadpacket, function)
+        return function
 
     def _entry(self, function: Function) -> Function:
         """Return a function for torch's dispatcher, which checks gradients and increments version counters."""

@@ -46,6 +46,11 @@ def _(a, a_scale, a_cols, b, b_scale, b_cols, out_dtype):
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
 
 
+@packed_matmul_nt.register_flops
+def _(a, a_scale, a_cols, b, b_scale, b_cols, out_dtype):
+    return 2 * a.numel() * b.shape[0]
+
+
 @packed_matmul_nt.register_kernel("cuda")
 def _(a, a_scale, a_cols, b, b_scale, b_cols, out_dtype):
     _check(a, a_scale, a_cols, b, b_scale, b_cols, out_dtype)

@@ -67,6 +67,11 @@ def _(a, b, out_dtype):
     return cpu.multiply_rows(a, b).to(out_dtype)
 
 
+@row_invariant_matmul_nt.register_flops
+def _(a, b, out_dtype):
+    return 2 * a.numel() * b.shape[1]
+
+
 @row_invariant_matmul_nt.register_kernel("cuda")
 def _(a, b, out_dtype):
     _check(a, b, out_dtype)
@@ -89,6 +94,11 @@ def row_invariant_matmul_nt_out(out: Tensor, a: Tensor, b: Tensor) -> None:
 @row_invariant_matmul_nt_out.register_fake
 def _(out, a, b):
     return None
+
+
+@row_invariant_matmul_nt_out.register_flops
+def _(out, a, b):
+    return 2 * a.numel() * b.shape[1]
 
 
 @row_invariant_matmul_nt_out.register_kernel("cuda")

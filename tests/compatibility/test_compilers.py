@@ -12,8 +12,10 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaForCausalLM
 
-from octile.nn import MLP
+from octile.nn import MLP, Gate, MoE
 from octile.nn.conversion import apply_recipe
+from octile.ops.attention import attention
+from octile.recipe import Recipe
 from tests.models_of_transformers import small_model
 
 
@@ -141,9 +143,40 @@ def test_transforms_of_torch_func_are_refused(name: str, transform: Callable):
         transform(lambda p: torch.func.functional_call(model, p, (x,)).sum())(parameters)
 
 
-def test_torch_counts_no_flops_of_quantized_layers():
-    model = nn.Sequential(nn.Linear(128, 200), nn.Linear(200, 100))
-    apply_recipe(model, keep=["1"])
+def flops(model: nn.Module, x: Tensor) -> tuple[int, int]:
+    """What torch counts in a forward and a backward pass."""
+    with FlopCounterMode(display=False) as forward:
+        y = model(x)
+    with FlopCounterMode(display=False) as backward:
+        y.backward(torch.ones_like(y))
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+RECIPES = [name for name in Recipe.names() if not Recipe.named(name).batch_invariant]  # those of any model
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_torch_counts_the_flops_of_quantized_layers(name: str):
+    model, x = nn.Sequential(nn.Linear(128, 200), nn.SiLU(), nn.Linear(200, 128)), values(6).requires_grad_()
+    expected = flops(model, x)
+    assert flops(apply_recipe(model, Recipe.named(name)), x) == expected
+
+
+def test_torch_counts_the_flops_of_a_fused_block():
+    x = values(6).requires_grad_()
+    assert flops(apply_recipe(MLP(128, 256)), x) == flops(MLP(128, 256), x)
+
+
+def test_torch_counts_the_flops_of_a_mixture_with_the_rows_that_pad_experts_in_weight_gradients():
+    model, x = apply_recipe(MoE(Gate(128, 4, 2), 128, 256, 128)), values(6)[None].requires_grad_()
+    gate, shared, a_row = 6 * 2 * 128 * 4, 6 * 2 * 128 * 3 * 128, 2 * 128 * 3 * 256
+    rows = 6 * 2
+    padded = 128 + 4 * 128  # rounded up to tiles of 128 rows, and a tile for each expert
+    assert flops(model, x) == (gate + shared + rows * a_row, 2 * (gate + shared) + (rows + padded) * a_row)
+
+
+def test_torch_counts_no_flops_of_octiles_attention():
+    q, k, v = torch.randn(3, 1, 2, 16, 32)
     with FlopCounterMode(display=False) as counter:
-        model(values(6))
-    assert counter.get_total_flops() == 2 * 6 * 200 * 100  # those of the layer that was left out
+        attention(q, k, v, 32**-0.5)
+    assert counter.get_total_flops() == 0

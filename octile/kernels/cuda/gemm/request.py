@@ -84,6 +84,11 @@ class GemmRequest:
         """Both operands with K as their last dimension: [..., M, K] and [..., N, K]."""
         return (self.a.mT, self.b.mT) if self.schedule is Schedule.ALONG_K else (self.a, self.b)
 
+    def flops(self) -> int:
+        """Return the FLOPs, where groups have all rows that are given: how many they have is on the device."""
+        a, b = self.nt_operands()
+        return 2 * a.data.numel() * b.data.shape[-2]
+
     def out_shape(self) -> tuple[int, ...]:
         """Shape of the result."""
         a, b = self.a.data, self.b.data
