@@ -118,7 +118,7 @@ def launch(request: GemmRequest) -> Tensor:
 
 def _count(request: GemmRequest) -> None:
     if num_sms.left_free:
-        num_sms.count_launched(2 * request.a.data.numel() * request.b.data.shape[-2])
+        num_sms.count_launched(request.flops())
 
 
 def launch_key(request: GemmRequest) -> tuple[Hashable, Pointers]:

@@ -304,6 +304,22 @@ def test_the_flops_of_launches_count_towards_sms_that_are_left_free(gpu):
             end()
 
 
+@pytest.mark.parametrize("kind", FIELDS["kind"][0])
+def test_how_many_flops_count(gpu, kind: str):
+    spec = {name: usual[0] for name, (usual, _) in FIELDS.items()} | {"kind": kind}
+    if kind == "wgrad":
+        spec["b_block"] = TILE
+    groups = spec["groups"] if kind == "masked" else 1
+    flops = 2 * groups * spec["m"] * spec["n"] * spec["k"]
+    with empty_launch_cache():
+        ends = [num_sms.leave_free(count, flops) for count in (8, 4)]
+        make(spec)
+        left = num_sms.left_free
+        for end in ends:
+            end()
+    assert left == 4  # the first one has ended, the second one has not begun
+
+
 def test_only_launches_without_copies_are_cached(monkeypatch):
     hits: list[bool] = []
 
