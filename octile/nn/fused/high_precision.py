@@ -135,5 +135,6 @@ def _mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Multiply a · b, summed in FP32, also where autocast is on; out_dtype is that of the operands, or float32."""
     with without_autocast(a.device):
         if not a.is_cuda:
-            return (a.float() @ b.float()).to(out_dtype)
+            y = a.float() @ b.float()
+            return y if out_dtype == torch.float32 else y.to(out_dtype)  # see `octile.nn.fused.linear.nt`
         return a @ b if out_dtype == a.dtype else torch.mm(a, b, out_dtype=out_dtype)
