@@ -80,6 +80,7 @@ def test_a_model_is_exported_with_a_dynamic_number_of_rows(name: str):
 
 
 @pytest.mark.slow
+@torch._dynamo.config.patch(specialize_float=True)  # torch makes them inputs, finds no use for that, and traces again
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
