@@ -66,3 +66,54 @@ def test_text_is_read_and_written_in_utf_8_whatever_the_locale(folder):
         if isinstance(node, ast.Call) and names_no_encoding(node)
     ]
     assert not found
+
+
+COMPILERS = ("torch.compile", "torch.export.export", "compiled_autograd._enable")
+
+
+def compiles(node: ast.AST) -> bool:
+    """Whether a node calls torch's compiler, or is a module's own `compile`, which takes the options of torch's."""
+    if not isinstance(node, ast.Call):
+        return False
+    options = {keyword.arg for keyword in node.keywords}
+    is_method = isinstance(node.func, ast.Attribute) and node.func.attr == "compile"
+    return ast.unparse(node.func) in COMPILERS or (is_method and bool(options & {"backend", "fullgraph"}))
+
+
+def unmarked_tests_that_compile(source: str) -> set[str]:
+    """Return the tests that compile, also by a function of their file, and are not marked `oldest_torch`."""
+    functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+    names = {name: {n.id for n in ast.walk(f) if isinstance(n, ast.Name)} for name, f in functions.items()}
+    compiling = {name for name, f in functions.items() if any(map(compiles, ast.walk(f)))}
+    while further := {name for name in functions.keys() - compiling if names[name] & compiling}:
+        compiling |= further
+    marked = {name for name, f in functions.items() if "oldest_torch" in map(last_name, f.decorator_list)}
+    return {name for name in compiling - marked if name.startswith("test")}
+
+
+def last_name(decorator: ast.expr) -> str:
+    return ast.unparse(decorator).rpartition(".")[2]
+
+
+def test_what_compiles_runs_with_the_oldest_torch_too():
+    files = {path: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
+    found = {
+        f"{path.relative_to(ROOT)}::{name}"
+        for path, source in files.items()
+        if "compile" in source or "torch.export" in source  # others need not be parsed
+        if "gpu" not in path.parts  # which CI skips
+        for name in unmarked_tests_that_compile(source)
+    }
+    assert not found, "mark them oldest_torch: CI would run them with the newest torch alone"
+
+
+def test_a_test_that_compiles_through_a_function_is_found():
+    source = """
+def call(model): return torch.compile(model)
+def test_found(): call(model)
+def test_own(): model.compile(backend="eager")
+@pytest.mark.oldest_torch
+def test_marked(): torch.export.export(model, ())
+def test_other(): re.compile("a")
+"""
+    assert unmarked_tests_that_compile(source) == {"test_found", "test_own"}

@@ -95,6 +95,7 @@ def test_dequantizing_gives_the_requested_dtype(dtype):
     assert torch.equal(values, (q.data.float() * per_element(q)).to(dtype))
 
 
+@pytest.mark.oldest_torch
 @given(**a_matrix, block=st.sampled_from(BLOCKS), fmt=st.sampled_from(FLOAT_FORMATS))
 def test_quantizing_quantized_values_changes_nothing(m, k, seed, block, fmt):
     """With powers of two: a block's largest value is exact, so the same scale or a smaller one is found again."""

@@ -46,6 +46,7 @@ MODELS = {
 every_model = pytest.mark.parametrize("name", MODELS)
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.one_case
 @pytest.mark.parametrize("name", [*MODELS, pytest.param("qwen3_moe", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("grad", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
@@ -59,6 +60,7 @@ def test_an_exported_model_computes_the_same(name: str, grad: bool):
         torch.testing.assert_close(exported(inputs(6)), model(inputs(6)), rtol=0, atol=0)
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 def test_an_exported_mixture_runs_without_gradients():
     exported = torch.export.export(Logits("qwen3_moe").eval(), (tokens(6),)).module()
@@ -66,6 +68,7 @@ def test_an_exported_mixture_runs_without_gradients():
         exported(tokens(6))
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.one_case
 @every_model
 def test_a_model_is_exported_with_a_dynamic_number_of_rows(name: str):
@@ -79,6 +82,7 @@ def test_a_model_is_exported_with_a_dynamic_number_of_rows(name: str):
             torch.testing.assert_close(exported(inputs(n)), model(inputs(n)), rtol=0, atol=0)
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 @torch._dynamo.config.patch(specialize_float=True)  # torch makes them inputs, finds no use for that, and traces again
 @pytest.mark.parametrize(
@@ -126,6 +130,7 @@ def operators(n_layers: int, is_whole: bool) -> tuple[Counter[str], Counter[str]
     return forward, backward
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 def test_a_whole_graph_calls_the_operators_of_its_layers_and_copies_nothing_for_them():
     whole, layer = operators(2, is_whole=True), operators(1, is_whole=False)

@@ -128,6 +128,7 @@ def test_gradients_with_checkpointing_are_the_same(reentrant):
     assert_close(results(module, x_RD), expected, 0.0)
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 def test_torch_compile_has_the_same_results_for_any_number_of_rows():
     module = apply_recipe(experts())

@@ -97,6 +97,7 @@ def test_checkpointing_changes_no_gradient(reentrant: bool):
     assert_close(found, expected, 0.0)
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 def test_with_compiled_parts_results_are_the_same():
     """As torchtitan compiles it: the experts alone are not."""

@@ -472,6 +472,7 @@ def test_a_model_is_converted_to_another_recipe():
     assert layers(model) == "converted 32 of 33 linear layers to per_tensor, skipped 1: 1 × output head"
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 def test_torch_compile_has_the_same_results_without_graph_breaks():
     module, batch = apply_recipe(experts()), routing()
@@ -561,6 +562,7 @@ def test_the_inputs_of_latent_attention_are_quantized_once():
     assert operands.count("x") == dense + mixture
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 @torch._dynamo.config.patch(specialize_float=True)  # torch makes them inputs, finds no use for that, and traces again
 @pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.exhaustive), "qwen3_moe"])
@@ -618,11 +620,13 @@ def with_cached_weights(model: LlamaModel) -> LlamaModel:
     return model
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 def test_a_converted_llama_block_saves_at_most_three_fifths_of_bf16():
     assert bytes_of_a_block(with_cached_weights) <= 0.6 * bytes_of_a_block(lambda model: model)
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "compiled",

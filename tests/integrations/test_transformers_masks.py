@@ -69,6 +69,7 @@ def attention_of(model: PreTrainedModel, **inputs: Any) -> tuple[dict[str, Any],
     return arguments, logits
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 @pytest.mark.parametrize("use_cache", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_converted_model_is_causal_without_a_mask(use_cache: bool):
@@ -84,6 +85,7 @@ def test_a_converted_model_is_causal_without_a_mask(use_cache: bool):
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 def test_padded_tokens_are_masked():
     model = apply_recipe(llama())
@@ -96,6 +98,7 @@ def test_padded_tokens_are_masked():
     torch.testing.assert_close(logits[mask == 1], expected[mask == 1], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("window", "is_masked"), [pytest.param(8, True, marks=pytest.mark.exhaustive), (24, True), (25, False)]
@@ -106,6 +109,7 @@ def test_a_window_that_is_shorter_than_the_text_is_a_mask(window: int, is_masked
     assert (arguments["attn_mask"] is not None) == is_masked
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 def test_packed_texts_are_masked():
     model = apply_recipe(llama())
@@ -118,6 +122,7 @@ def test_packed_texts_are_masked():
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.exhaustive
 def test_packed_texts_of_another_model_are_masked_during_a_graph_break():
     model, other = apply_recipe(llama()), llama()
@@ -139,6 +144,7 @@ def test_packed_texts_of_another_model_are_masked_during_a_graph_break():
     assert transformers_masks._counted_in == ""
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 def test_a_forward_pass_that_fails_leaves_nothing_behind():
     model = apply_recipe(llama())
@@ -166,6 +172,7 @@ def test_only_models_that_count_positions_from_0_on_have_hooks():
         assert hooks == (["model"] if model is not opt else [])
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.exhaustive
 def test_with_checkpointing_a_model_is_one_graph_without_a_mask():
     model = apply_recipe(llama()).train()
@@ -183,6 +190,7 @@ def test_with_checkpointing_a_model_is_one_graph_without_a_mask():
     assert masks == [None]
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 def test_an_exported_model_keeps_its_mask(monkeypatch: pytest.MonkeyPatch):
     model = apply_recipe(llama())

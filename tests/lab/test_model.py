@@ -55,6 +55,7 @@ def test_the_output_of_a_layer_is_the_gemm_of_its_operands():
     assert torch.equal(y, tensor_core_matmul(a.data, b.data) * (a.scale * b.scale))
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 def test_a_compiled_layer_is_modeled_too():
     linear, x = layer(octile.Recipe.deepseek_v3()), torch.randn(10, 256)

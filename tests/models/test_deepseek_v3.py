@@ -137,6 +137,7 @@ def loss_and_gradients(call, model):
     return {"loss": loss.detach(), **model.last_losses, **left, **gradients}
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",

@@ -155,6 +155,7 @@ def test_gradients_are_the_same_under_activation_checkpointing(use_reentrant):
     assert_close(gradients(model), {name: value.double() for name, value in expected.items()}, 1e-6)
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.exhaustive
 def test_compiled_without_a_graph_break_the_model_has_the_gradients_of_eager_training():
     model = build(replace(SHARED, num_hidden_layers=2, indexer_types=("full", "shared"), num_nextn_predict_layers=0))

@@ -92,6 +92,7 @@ def test_two_reentrant_runs_before_one_backward_are_refused():
         total.backward()
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [None, pytest.param("deepseek_v3", marks=pytest.mark.exhaustive)])
 def test_a_compiled_layer_keeps_its_gradients_or_says_that_it_does_not(recipe):
@@ -105,6 +106,7 @@ def test_a_compiled_layer_keeps_its_gradients_or_says_that_it_does_not(recipe):
         gradients(half, lambda _, x: checkpoint(compiled, x, use_reentrant=True))
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 def test_a_compiled_layer_may_run_without_gradients():
     half = Half()

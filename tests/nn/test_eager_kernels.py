@@ -132,6 +132,7 @@ def test_a_converted_norm_gives_the_bits_of_octiles():
     assert torch.equal(norm[0](x), expected(x))
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layers"),

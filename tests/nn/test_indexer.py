@@ -297,6 +297,7 @@ def test_training_multiplies_by_the_weight_that_serving_dequantizes():
     assert torch.equal(found, expected)
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 def test_compiled_training_has_the_results_of_eager_training():
     mla, compiled = make_mla(), make_mla()

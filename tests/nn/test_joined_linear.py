@@ -122,6 +122,7 @@ def test_layers_called_on_one_input_equal_layers_called_alone(bias: bool, transp
     assert computed == [3]
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "joined"), [(Attention, [3]), (SwitchingAttention, [])], ids=["joined", "alone"])
 def test_a_compiled_module_is_joined_where_nothing_can_happen_in_between(
@@ -134,6 +135,7 @@ def test_a_compiled_module_is_joined_where_nothing_can_happen_in_between(
     assert_close(found, alone(attention))
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 def test_a_joined_module_in_activation_checkpointing_is_one_graph():
     attention = converted()
@@ -146,6 +148,7 @@ def test_a_joined_module_in_activation_checkpointing_is_one_graph():
     assert_close(run(compiled, parameters), run(checkpointed, parameters))
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 def test_compiled_layers_of_two_modules_that_alternate_have_their_own_results():
     first, second = converted(), converted()
@@ -161,6 +164,7 @@ def test_compiled_layers_of_two_modules_that_alternate_have_their_own_results():
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.one_case
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 def test_a_weight_that_the_module_writes_in_between_is_read_again(is_compiled: bool):
@@ -301,6 +305,7 @@ def test_a_module_is_saved_and_loaded(tmp_path: Any):
     assert loaded.q_proj.joined.layers[0] is loaded.q_proj
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 def test_compiled_modules_of_one_class_are_compiled_once():
     torch._dynamo.reset()

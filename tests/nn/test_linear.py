@@ -426,6 +426,7 @@ def test_recomputing_activations_adds_to_main_grad_once(name, use_reentrant, x):
     assert torch.equal(layer.weight.main_grad, expected)
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.one_case
 @some_recipes
 def test_compiled_without_a_graph_break_it_computes_the_same(name, x):
@@ -434,6 +435,7 @@ def test_compiled_without_a_graph_break_it_computes_the_same(name, x):
     assert same(gradients(compiled, x), gradients(layer, x))
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 def test_compiled_it_adds_to_main_grad(x):
     layer = layer_of("deepseek_v3")
@@ -445,6 +447,7 @@ def test_compiled_it_adds_to_main_grad(x):
     assert torch.equal(layer.weight.main_grad, expected)
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_compiled_by_inductor_it_computes_the_same(x):

@@ -227,6 +227,7 @@ def test_shared_experts_of_another_dtype_or_shape_are_added_as_torch_does():
     torch.testing.assert_close(m(x).float(), expected + 1)
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",

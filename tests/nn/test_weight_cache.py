@@ -264,6 +264,7 @@ def test_a_step_over_the_memory_of_a_frozen_weight_is_seen():
     assert torch.equal(layer(x), functional.linear(x, flat.detach().view(128, 64), None, layer.recipe))
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 def test_a_list_of_layers_is_made_within_a_compiled_model():
     """As transformers' models slice their layers."""
@@ -485,6 +486,7 @@ def test_checkpointed_layers_of_one_weight_quantize_it_once_in_all_micro_batches
     assert quantized == [(128, 128)]
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 def test_compiled_autograd_runs_the_backward_pass_of_a_layer_that_is_not_compiled():
     layer, x = Linear(64, 128), torch.randn(3, 64)

@@ -64,6 +64,7 @@ def bound(a: Tensor, b: Tensor) -> Tensor:
 # Rows sorted by group
 
 
+@pytest.mark.oldest_torch
 @given(**a_batch)
 def test_every_group_of_rows_is_multiplied_by_its_own_weight(counts, past, n, k, fmt):
     a, b = operand(sum(counts) + past, k, fmt=fmt), operand(len(counts), n, k, fmt=fmt, block=BLOCK, seed=1)

@@ -46,6 +46,7 @@ def bound(a: Tensor, b: Tensor) -> Tensor:
 # Results
 
 
+@pytest.mark.oldest_torch
 @given(m=sizes, n=sizes, k=st.integers(1, 400), seed=st.integers(0, 2**31), **operands)
 def test_a_result_is_within_the_bound_of_fp32_summation(m, n, k, seed, fmt, block):
     a, b = operand(m, k, fmt, block, seed), operand(n, k, fmt, (128, 128), seed + 1)

@@ -55,6 +55,7 @@ def test_it_keeps_the_name_and_the_docstring_of_its_reference():
     assert quantize.__doc__.startswith("Quantize matrices")
 
 
+@pytest.mark.oldest_torch
 def test_it_is_found_by_name_among_torchs_operators():
     assert torch.ops.octile.quantize.default is quantize.overload
 
@@ -218,6 +219,7 @@ def test_inference_tensors_are_written_in_inference_mode(plus):
         assert out.tolist() == [1, 1, 1]
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.parametrize("call", [quantize, torch.compile(quantize, backend="eager")], ids=["eager", "compiled"])
 def test_an_argument_that_requires_grad_is_refused_by_name(call):
     with pytest.raises(RuntimeError, match=r"octile::quantize has no gradient: octile\.nn\.Linear"):
@@ -243,6 +245,7 @@ def test_meta_tensors_give_meta_tensors():
     assert (product.device.type, product.shape, product.dtype) == ("meta", (5, 7), torch.bfloat16)
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 def test_a_compiled_graph_gives_the_strides_of_the_eager_one():
     def scale(x):
@@ -254,6 +257,7 @@ def test_a_compiled_graph_gives_the_strides_of_the_eager_one():
     assert found.stride() == expected.stride() == (1, 8)
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 def test_a_compiled_graph_writes_into_its_input():
     def step(out, *operands):
@@ -267,6 +271,7 @@ def test_a_compiled_graph_writes_into_its_input():
     assert outs[1]._version > 0
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 def test_a_compiled_graph_may_write_into_its_intermediates():
     def step(*operands):
@@ -280,6 +285,7 @@ def test_a_compiled_graph_may_write_into_its_intermediates():
         assert torch.equal(found, expected)
 
 
+@pytest.mark.oldest_torch
 def test_a_kernel_is_not_traced_where_compilation_gave_up_on_its_caller(plus):
     compiling = []
 
@@ -298,6 +304,7 @@ def test_a_kernel_is_not_traced_where_compilation_gave_up_on_its_caller(plus):
     assert compiling == [False, False]
 
 
+@pytest.mark.oldest_torch
 def test_an_exported_program_is_saved_and_loaded():
     class Model(torch.nn.Module):
         def forward(self, x):

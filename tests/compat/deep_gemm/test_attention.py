@@ -160,6 +160,7 @@ def test_the_flow_of_deep_gemms_tests_runs_without_a_gpu(monkeypatch: pytest.Mon
     assert torch.equal(found, deep_gemm.fp8_paged_mqa_logits(**arguments, clean_logits=True))
 
 
+@pytest.mark.oldest_torch
 def test_logits_of_pages_are_traced_whole():
     arguments = paged()
     logits = torch.compile(deep_gemm.fp8_paged_mqa_logits, backend="eager", fullgraph=True)

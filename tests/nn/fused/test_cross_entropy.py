@@ -95,6 +95,7 @@ def test_second_derivatives_are_right():
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.one_case
 @pytest.mark.usefixtures("either")
 def test_compiled_without_a_graph_break_it_is_the_same():

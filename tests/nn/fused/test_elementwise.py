@@ -218,6 +218,7 @@ def test_transforms_of_torch_func_work():
     assert each.shape == (5, 3)
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 def test_a_compiled_layer_is_one_graph_with_the_same_results():
     layer, x = torch.nn.Sequential(RMSNorm(16), MLP(16, 24)), torch.randn(5, 16, requires_grad=True)
@@ -228,6 +229,7 @@ def test_a_compiled_layer_is_one_graph_with_the_same_results():
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
+@pytest.mark.oldest_torch
 def test_swiglu_of_two_tensors_is_one_graph_without_gradients():
     gate, up = torch.randn(5, 16), torch.randn(5, 16)
     with torch.no_grad():

@@ -369,6 +369,7 @@ def test_recomputing_activations_changes_no_bit(recipe, use_reentrant):
         assert same(gradients(m, x, again), expected)
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.exhaustive  # the whole model is compiled in tests/models
 @pytest.mark.parametrize("recipe", [SAVED, RECOMPUTED], ids=["saved", "recomputed"])
 def test_compiled_without_a_graph_break_they_compute_the_same(recipe):

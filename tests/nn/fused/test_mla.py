@@ -165,6 +165,7 @@ def test_recomputing_activations_changes_no_bit(q_lora_rank, use_reentrant):
     assert same(run(m, x, call=again), run(m, x))
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.exhaustive  # the whole model is compiled in tests/models
 @both_forms
 def test_compiled_without_a_graph_break_it_computes_the_same(q_lora_rank):

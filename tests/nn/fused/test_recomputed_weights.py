@@ -172,6 +172,7 @@ def test_frozen_weights_are_quantized_once_for_all_steps(name: str, monkeypatch:
     assert len(set(quantized)) == sum(p.dim() > 1 for p in module.parameters())
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["MoE", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("Linear", "MLP"))])
 def test_a_compiled_module_has_the_same_results(name: str):
@@ -181,6 +182,7 @@ def test_a_compiled_module_has_the_same_results(name: str):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("Linear", marks=pytest.mark.exhaustive), "MLP"])
 def test_a_compiled_module_recomputes_in_the_backward_pass(name: str):

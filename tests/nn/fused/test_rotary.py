@@ -158,6 +158,7 @@ def test_what_rotate_halves_does_not_take_has_a_reason(change, reason):
     assert reason in why_not_rotate_halves(*change(*inputs))
 
 
+@pytest.mark.oldest_torch
 def test_a_compiled_rotation_keeps_its_gradient():
     """Fails with torch 2.11 alone, where an input that was copied into an empty tensor and rotated there had none."""
     x, dy = torch.randn(2, B, S, H, R).unbind(0)

@@ -105,6 +105,7 @@ def test_the_down_projections_of_attention_share_their_input(q_lora_rank, quanti
     assert quantizations_of_inputs(convert(mla), x_of(2, 6), Rope(4).cos_sin(torch.arange(6))) == quantizations
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 def test_compiled_without_a_graph_break_they_compute_the_same():
     torch.manual_seed(0)

@@ -388,6 +388,7 @@ def test_the_weights_of_attention_have_no_gradient_that_backward_reads(monkeypat
     assert seen == [None]
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.parametrize("why", [None, "it is old"])
 def test_whether_kernels_run_does_not_break_a_compiled_graph(why: str | None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(request, "why_not_on", lambda _: why)

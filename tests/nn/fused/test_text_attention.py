@@ -79,6 +79,7 @@ def test_layers_that_are_not_fused_call_the_operators_where_these_call_flash_att
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.parametrize("used", [False, True], ids=["torch's attention", "the operators"])
 def test_the_compiler_chooses_without_a_graph_break(used: bool, monkeypatch: pytest.MonkeyPatch):
     q, k, v = (torch.randn(1, 1024, 1, 128).bfloat16().requires_grad_() for _ in range(3))
