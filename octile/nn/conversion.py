@@ -54,14 +54,14 @@ def convert(
     a method `use_recipe`, such as `Experts`, get the recipe, and so do the stacked experts of transformers
     (`octile.integrations.transformers`) and of torchtitan (`octile.integrations.torchtitan_experts`); other stacked
     weights [E, N, K] are not converted and count as E layers. A module that computes SwiGLU of three converted layers,
-    or of two with gate and up in one, becomes an `MLP`, `FeedForward` or `GateUpMLP`, too, and computes as its own
-    class does where its activation is replaced later. Layers of one module that read its input, such as attention's q,
-    k and v, quantize it once, and are one GEMM where every forward pass calls them (`octile.nn.joined_linear`). In
-    eager mode RMSNorm layers and rotary embeddings of other libraries' models run in fused kernels, which round once
-    (`octile.nn.eager_kernels`). A model of transformers that is compiled as a whole has no mask of causal attention
-    (`octile.integrations.transformers_masks`). torch's encoders leave their fast path for inference, which would
-    compute in high precision. The summary ("converted n of m linear layers to deepseek_v3, skipped k: why") goes to
-    the logger `octile` if logging is set up, else to stderr.
+    or of two with gate and up in one, becomes an `MLP`, `FeedForward` or `GateUpMLP`, too. It computes as its own class
+    does where its activation, a submodule or function, is replaced later. Layers of one module that read its input,
+    such as attention's q, k and v, quantize it once, and are one GEMM where every forward pass calls them
+    (`octile.nn.joined_linear`). In eager mode RMSNorm layers and rotary embeddings of other libraries' models run in
+    fused kernels, which round once (`octile.nn.eager_kernels`). A model of transformers that is compiled as a whole has
+    no mask of causal attention (`octile.integrations.transformers_masks`). torch's encoders leave their fast path for
+    inference, which would compute in high precision. The summary ("converted n of m linear layers to deepseek_v3,
+    skipped k: why") goes to the logger `octile` if logging is set up, else to stderr.
 
     Some recipes need more of a training loop than converted layers, which a RuntimeWarning says: delayed scaling that
     `octile.nn.end_step` is called after each step, others a loss scale or formats of the optimizer's state

@@ -30,16 +30,15 @@ class SwiGLU(FusableModule):
 
     The last of the `fusable_layers` is the down-projection.
 
-    Attributes:
-        activations: those of a module of another library when it was converted. Where one is replaced, or has hooks,
-            the module runs the forward pass of its own class.
+    A module of another library that has become one runs the forward pass of its own class where an activation was
+    replaced since, or has hooks.
     """
 
-    activations: Activations = ()
+    _octile_activations: Activations | None = None  # of another library's module, when it was converted
 
     def forward(self, x: Tensor | BlockInput) -> Tensor:
         """Compute the layer of x, or of the second result of `octile.nn.pre_norm`."""
-        if has_other_activation(self, self.activations):
+        if has_other_activation(self, self._octile_activations):
             return super(FusableModule, self).forward(x)
         x = self.fused_input(x)
         if isinstance(x, BlockInput):
@@ -55,7 +54,7 @@ class SwiGLU(FusableModule):
 
     def fusion(self) -> Fusion | None:
         """Return how the layers are fused in this forward pass; None: they are called one after the other."""
-        return None if has_other_activation(self, self.activations) else super().fusion()
+        return None if has_other_activation(self, self._octile_activations) else super().fusion()
 
     def projections(self, x: Tensor) -> Sequence[Tensor]:
         """Compute gate and up of x in high precision, as two tensors or as one with the gate's channels first."""
@@ -132,6 +131,7 @@ def swiglu_subclass(cls: type[nn.Module], kind: type[SwiGLU]) -> type[nn.Module]
 
 def become_swiglu(module: Any, kind: type[SwiGLU]) -> None:
     """Have a module of another library that computes what `kind` does compute it as `kind` does."""
+    activations = activations_of(module, kind.fusable_layers)
     classes: Any = type(module), kind
     module.__class__ = swiglu_subclass(*classes)
-    module.activations = activations_of(module, kind.fusable_layers)
+    module._octile_activations = activations

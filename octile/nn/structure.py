@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octile.nn.fused.fusion import has_hooks, is_forward_replaced
+from octile.nn.fused.fusion import has_hooks, is_forward_replaced, own_names
 from octile.nn.linear import Linear
 from octile.nn.mlp import MLP, FeedForward, GateUpMLP, SwiGLU
 from octile.nn.norm import RMSNorm
@@ -61,7 +61,10 @@ def _has_layers(module: nn.Module, kind: type[SwiGLU]) -> bool:
     others = [child for name, child in module._modules.items() if name not in kind.fusable_layers]
     tensors = [*module._parameters, *module._buffers]
     tensors += [name for child in others if child for name in child.state_dict()]
-    return all(isinstance(layer, nn.Linear) for layer in layers) and not tensors and not is_forward_replaced(module)
+    names = {*own_names(type(module)), *vars(module), *module._modules}  # which those of octile's class would precede
+    if names.intersection(own_names(kind)) or tensors or is_forward_replaced(module):
+        return False
+    return all(isinstance(layer, nn.Linear) for layer in layers)
 
 
 def _computes_swiglu(module: nn.Module, kind: type[SwiGLU]) -> bool:

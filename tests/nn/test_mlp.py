@@ -177,6 +177,7 @@ def test_a_copy_has_the_activation_that_it_was_converted_with(name, copied):
     assert torch.equal(other(x), module(x))
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.slow
 @every_module
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
@@ -187,6 +188,48 @@ def test_an_activation_that_is_replaced_before_or_after_the_compilation_is_used(
         compiled(x)
     setattr(module, attribute, new)
     torch.testing.assert_close(compiled(x), formula(module, x, F.gelu), rtol=1e-6, atol=1e-6)
+
+
+class WithMethod(WithFunction):
+    """An activation that is a function of the class."""
+
+    act = staticmethod(F.silu)
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.__dict__["act"]
+
+
+class WithNested(WithFunction):
+    """An activation in a module in a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.__dict__["act"]
+        self.act = nn.Sequential(nn.SiLU())
+
+
+def test_an_activation_that_takes_the_place_of_one_of_the_class_is_used():
+    module, x = apply_recipe(WithMethod()), torch.randn(6, 32)
+    assert module.fusion() is not None
+    module.act = F.gelu
+    assert torch.equal(module(x), formula_of_function(module, x, F.gelu))
+
+
+def test_an_activation_within_another_module_that_is_replaced_is_used():
+    module, x = apply_recipe(WithNested()), torch.randn(6, 32)
+    assert module.fusion() is not None
+    module.act[0] = nn.GELU()
+    assert torch.equal(module(x), formula_of_function(module, x, F.gelu))
+
+
+@pytest.mark.parametrize("name", ["projections", "fusion", "_down"])
+def test_a_module_that_has_a_name_of_octiles_class_keeps_its_forward_pass(name):
+    module, x = WithFunction(), torch.randn(6, 32)
+    setattr(module, name, module.act)
+    converted = apply_recipe(module)
+    assert type(converted) is WithFunction
+    assert torch.equal(converted(x), formula_of_function(converted, x, F.silu))
 
 
 def test_a_converted_module_has_the_class_and_the_methods_that_it_had():

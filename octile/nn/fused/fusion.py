@@ -13,7 +13,7 @@ module of another library then runs its own forward pass where its activation wa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,19 @@ from octile.nn.linear import Linear, RecipeHolder, recipe_changes, was_batch_inv
 from octile.nn.norm import RMSNorm
 from octile.recipe import GemmFormats, Recipe
 
-Activations = tuple[tuple[str, object], ...]  # attributes of a module, with their names
+
+class Activations(NamedTuple):
+    """What the forward pass of another library's module may call besides its layers, when it was converted.
+
+    Attributes:
+        attributes: submodules and functions of the module, with their names.
+        submodules: for each of them all its submodules, itself first; a function has none.
+        methods: names of its class's methods, and of functions that are attributes of the class.
+    """
+
+    attributes: tuple[tuple[str, Any], ...]
+    submodules: tuple[tuple[nn.Module, ...], ...]
+    methods: tuple[str, ...]
 
 
 class Fusion(NamedTuple):
@@ -125,17 +137,43 @@ def is_forward_replaced(module: nn.Module) -> bool:
 
 
 def activations_of(module: nn.Module, layers: Iterable[str] = ()) -> Activations:
-    """Return what a module of another library may call besides its layers: its other submodules, and functions."""
-    functions = ((name, value) for name, value in vars(module).items() if callable(value))
-    return (*((name, child) for name, child in module._modules.items() if name not in layers), *functions)
-
-
-def has_other_activation(module: nn.Module, activations: Activations) -> bool:
-    """Whether one of a module's activations was replaced since `activations_of` returned them, or has hooks."""
-    return bool(activations) and any(  # octile's own modules have none
-        getattr(module, name, None) is not activation or (isinstance(activation, nn.Module) and has_hooks(activation))
-        for name, activation in activations
+    """Return what a module of another library may call besides its layers."""
+    attributes = [(name, child) for name, child in module._modules.items() if name not in layers]
+    attributes += [(name, value) for name, value in vars(module).items() if callable(value)]
+    methods = (name for name in own_names(type(module)) if callable(getattr(type(module), name)))
+    return Activations(
+        tuple(attributes),
+        tuple(_submodules(value) for _, value in attributes),
+        tuple(name for name in methods if name not in vars(module)),
     )
+
+
+def own_names(cls: type[nn.Module]) -> list[str]:
+    """Return the names that a module's class has besides those of `nn.Module`, sorted."""
+    classes = cls.__mro__[: cls.__mro__.index(nn.Module)]
+    names = {name for own in classes for name in vars(own) if not name.startswith("__")}
+    return sorted(names - set(dir(nn.Module)))
+
+
+def has_other_activation(module: nn.Module, activations: Activations | None) -> bool:
+    """Whether one of a module's activations was replaced since `activations_of` returned them, or has hooks."""
+    if activations is None:  # the module is octile's own
+        return False
+    if any(name in module.__dict__ for name in activations.methods):
+        return True
+    for (name, activation), submodules in zip(activations.attributes, activations.submodules, strict=True):
+        if getattr(module, name, None) is not activation:
+            return True
+        there = _submodules(activation)
+        if len(there) != len(submodules) or has_hooks(*there):
+            return True
+        if any(now is not before for now, before in zip(there, submodules, strict=True)):
+            return True
+    return False
+
+
+def _submodules(activation: object) -> tuple[nn.Module, ...]:
+    return tuple(activation.modules()) if isinstance(activation, nn.Module) else ()
 
 
 def check_not_batch_invariant(layers: Iterable[nn.Module | None]) -> None:
