@@ -122,7 +122,7 @@ __device__ __forceinline__ void init_pipelines(uint8_t* shared, int rank) {
 // Sets the bytes outside of [begin, end) to zero in rows of 128 swizzled bytes. Both operands must be zero where K is
 // not summed, since NaN times zero is NaN. Called by all threads that share a tile.
 __device__ __forceinline__ void zero_outside(uint8_t* tile, int rows, int begin, int end, int thread) {
-    static_assert(threads_per_tile % 64 == 0, "the swizzle puts the same 16 bytes of each of its rows to a thread");
+    // of all rows of this thread, which are a multiple of 8 apart, as the swizzle puts them
     const int first = ((thread & 7) ^ (thread >> 3 & 7)) * 16;
     if (begin <= first && first + 16 <= end) return;
     const bool keeps_none = first + 16 <= begin || end <= first;

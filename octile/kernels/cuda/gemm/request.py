@@ -85,7 +85,10 @@ class GemmRequest:
         return (self.a.mT, self.b.mT) if self.schedule is Schedule.ALONG_K else (self.a, self.b)
 
     def flops(self) -> int:
-        """Return the FLOPs, where groups have all rows that are given: how many they have is on the device."""
+        """Return the FLOPs, where groups have all rows that are given: how many they have is on the device.
+
+        Of BF16 operands, whose K counts bytes, it is twice as many.
+        """
         a, b = self.nt_operands()
         return 2 * a.data.numel() * b.data.shape[-2]
 

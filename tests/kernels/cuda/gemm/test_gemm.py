@@ -7,7 +7,7 @@ and with it another order of all operations whose order is undefined on a GPU.
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -315,6 +315,30 @@ def test_groups_and_their_weights_are_read_before_the_previous_kernel_has_ended(
     kernel = replace(ROWS_GROUPED[case], programmatic=True, early_groups=early_groups)
     for seed, ends in enumerate(ENDS.values()):
         _grouped(kernel, seed, ends, 40, 256)
+
+
+LAST_TILES = [193, 257, 385]  # three warpgroups have 192 rows of a tile; the last two tiles divide theirs evenly
+
+
+def test_the_last_two_tiles_of_a_group_have_each_row_once():
+    kernel = config(192, 24, schedule=GROUPED, warpgroups=3, cluster_n=2)
+    ends = list(accumulate(LAST_TILES))
+    a, b = operand((ends[-1], 128), ROW), operand((len(ends), 56, 128), BLOCK, 1)
+    out = poisoned(ends[-1], 56, dtype=torch.bfloat16, gap=8)
+    emulate(kernel, out, a, b, _sizes(ends))
+    for g, (start, end) in enumerate(pairwise([0, *ends])):
+        expected = exact(rows(a, slice(start, end)), group(b, g)).bfloat16()
+        torch.testing.assert_close(out[start:end], expected, rtol=0, atol=0)
+
+
+def test_the_last_two_tiles_of_a_masked_group_have_each_row_once():
+    kernel = config(192, 24, schedule=MASKED, warpgroups=3)
+    a, b = operand((len(LAST_TILES), 400, 128), ROW), operand((len(LAST_TILES), 56, 128), BLOCK, 1)
+    out = poisoned(len(LAST_TILES), 400, 56, dtype=torch.bfloat16, gap=8)
+    emulate(kernel, out, a, b, _sizes(LAST_TILES))
+    for g, count in enumerate(LAST_TILES):
+        expected = exact(group(a, g), group(b, g))[:count].bfloat16()
+        torch.testing.assert_close(out[g, :count], expected, rtol=0, atol=0)
 
 
 def test_rows_of_nan_stay_in_their_group():
