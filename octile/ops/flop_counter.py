@@ -55,7 +55,8 @@ class _Finder(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            sys.meta_path.remove(self)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             while _waiting:
                 _register(module, *_waiting.popitem())
 
