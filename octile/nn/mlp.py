@@ -38,13 +38,13 @@ class SwiGLU(FusableModule):
 
     def forward(self, x: Tensor | BlockInput) -> Tensor:
         """Compute the layer of x, or of the second result of `octile.nn.pre_norm`."""
-        if has_other_activation(self, self._octile_activations):
-            return super(FusableModule, self).forward(x)
         x = self.fused_input(x)
         if isinstance(x, BlockInput):
             weights = [getattr(self, name).weight for name in self.fusable_layers]
             return feed_forward(x, weights, result_dtype(x.x)).view(x.shape)
 
+        if has_other_activation(self, self._octile_activations):
+            return super(FusableModule, self).forward(x)
         h = swiglu(*self.projections(x))
         down = self._down
         if isinstance(down, Linear) and down.recipe.has_smooth_swiglu:

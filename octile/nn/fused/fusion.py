@@ -164,10 +164,7 @@ def has_other_activation(module: nn.Module, activations: Activations | None) -> 
     for (name, activation), submodules in zip(activations.attributes, activations.submodules, strict=True):
         if getattr(module, name, None) is not activation:
             return True
-        there = _submodules(activation)
-        if len(there) != len(submodules) or has_hooks(*there):
-            return True
-        if any(now is not before for now, before in zip(there, submodules, strict=True)):
+        if _submodules(activation) != submodules or has_hooks(*submodules):
             return True
     return False
 
