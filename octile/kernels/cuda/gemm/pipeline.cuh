@@ -122,21 +122,13 @@ __device__ __forceinline__ void init_pipelines(uint8_t* shared, int rank) {
 // Sets the bytes outside of [begin, end) to zero in rows of 128 swizzled bytes. Both operands must be zero where K is
 // not summed, since NaN times zero is NaN. Called by all threads that share a tile.
 __device__ __forceinline__ void zero_outside(uint8_t* tile, int rows, int begin, int end, int thread) {
-    // of all rows of this thread, which are a multiple of 8 apart, as the swizzle puts them
-    const int first = ((thread & 7) ^ (thread >> 3 & 7)) * 16;
-    if (begin <= first && first + 16 <= end) return;
-    const bool keeps_none = first + 16 <= begin || end <= first;
-    uint32_t kept[4];
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-        const int low = max(0, min(begin - first - 4 * w, 4)), high = max(low, min(end - first - 4 * w, 4));
-        kept[w] = static_cast<uint32_t>((1ull << 8 * high) - (1ull << 8 * low));
-    }
-#pragma unroll 1  // inlined in each k-block of an unrolled loop
     for (int i = thread; i < rows * 8; i += threads_per_tile) {
-        uint4& bytes = *reinterpret_cast<uint4*>(tile + i * 16);
-        uint4 x = keeps_none ? make_uint4(0, 0, 0, 0) : bytes;
-        x.x &= kept[0], x.y &= kept[1], x.z &= kept[2], x.w &= kept[3];
-        bytes = x;
+        const int first = ((i & 7) ^ (i >> 3 & 7)) * 16;  // of the 16 bytes that the swizzle put here
+        if (begin <= first && first + 16 <= end) continue;
+        uint32_t* words = reinterpret_cast<uint32_t*>(tile + i * 16);
+        for (int w = 0; w < 4; ++w) {
+            const int low = max(0, min(begin - first - 4 * w, 4)), high = max(low, min(end - first - 4 * w, 4));
+            words[w] &= static_cast<uint32_t>((1ull << 8 * high) - (1ull << 8 * low));
+        }
     }
 }
