@@ -176,6 +176,7 @@ __device__ __forceinline__ void store_with_tma(
     constexpr bool two = config::staged_boxes >= 2 * boxes && waves % 2 == 0;
     const int first_row = max(tile.m_begin - m, 0), end_row = min(tile.m_end - m, 64);
     const bool whole = config::schedule != grouped || end_row - first_row == 64;
+    const bool stores = !whole || threadIdx.x % 128 == 0;
     uint8_t* buffer = staging + (two ? wave % 2 * boxes * store_box_bytes : 0);
 #pragma unroll
     for (int first = 0; first < boxes; first += at_once) {
@@ -191,15 +192,13 @@ __device__ __forceinline__ void store_with_tma(
         for (int i = 0; i < at_once && first + i < boxes; ++i) {
             const int n = tile.n + (first + i) * store_columns;
             const uint8_t* box = buffer + i * store_box_bytes;
-            if (n >= columns || m >= tile.m_end) continue;
+            if (!stores || n >= columns || m >= tile.m_end) continue;
             if (!whole) {
                 uint8_t* to = static_cast<uint8_t*>(out.data) + (m * out.row + n) * out_bytes;
                 store_rows(box, to, out.row, first_row, end_row, columns - n);
-            } else if (threadIdx.x % 128 == 0) {
-                if constexpr (config::transposed) ptx::tma_store(out.map, box, m, n, output_group(tile));
-                else if constexpr (config::accumulate) ptx::tma_reduce_add(out.map, box, n, m, output_group(tile));
-                else ptx::tma_store(out.map, box, n, m, output_group(tile));
-            }
+            } else if constexpr (config::transposed) ptx::tma_store(out.map, box, m, n, output_group(tile));
+            else if constexpr (config::accumulate) ptx::tma_reduce_add(out.map, box, n, m, output_group(tile));
+            else ptx::tma_store(out.map, box, n, m, output_group(tile));
         }
         ptx::bulk_commit_group();
     }
