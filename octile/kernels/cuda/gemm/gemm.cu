@@ -25,24 +25,24 @@
 #include "epilogue.cuh"
 #include "main_loop.cuh"
 
-// Prefetches tensor maps, initializes mbarriers, reads the groups, and synchronizes.
+// Prefetches tensor maps, initializes mbarriers and reads the groups. All warps synchronize before they use them.
 __device__ __forceinline__ void prologue(
     uint8_t* shared, const TensorMaps& maps, const TensorMap* out_map, Groups& groups, const ProblemSize& size,
     int rank, int warp) {
     if (warp == 0 && ptx::lane_id() == 0) {
+        init_pipelines(shared, rank);
+        if constexpr (config::load_c) init_c_barriers(shared);
+        ptx::fence_mbarrier_init();
+    }
+    if (warp == 2 && ptx::lane_id() == 0) {
         ptx::prefetch_tensormap(maps.a);
         ptx::prefetch_tensormap(maps.b);
         if (a_row_scales) ptx::prefetch_tensormap(maps.a_scale);
         if (b_row_scales) ptx::prefetch_tensormap(maps.b_scale);
         if (config::store == tma) ptx::prefetch_tensormap(out_map);
-        init_pipelines(shared, rank);
-        if constexpr (config::load_c) init_c_barriers(shared);
-        ptx::fence_mbarrier_init();
     }
     if constexpr (config::programmatic && !loads_weights_early) ptx::wait_and_launch_dependents();
     if (config::schedule != dense && warp == 1) load_groups(groups, size);
-    if constexpr (cluster_size > 1) ptx::cluster_sync();
-    else __syncthreads();
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) gemm(
@@ -58,8 +58,10 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
     const int warp = warp_uniform(threadIdx.x / 32), warpgroup = warp / 4, rank = block_rank_in_cluster();
     const TensorMaps maps{&a_map, &b_map, &a_scale_map, &b_scale_map};
     prologue(shared, maps, &out_map, groups, size, rank, warp);
-    const bool is_producer = warpgroup == config::warpgroups && warp % 4 < pipelines;
-    if (loads_weights_early && !is_producer) ptx::wait_and_launch_dependents();  // a producer does so itself
+    auto sync_and_wait = [] {  // the producer does both itself
+        sync_all_warps();
+        if (loads_weights_early) ptx::wait_and_launch_dependents();
+    };
 
     if (warpgroup == config::warpgroups) {
         // ---- Producer warpgroup: a warp for each pipeline, and one for each consumer whose C is loaded ----
@@ -69,13 +71,17 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
         const int role = warp % 4;
         if (role < pipelines) {
             run_producer(shared, maps, blocks, size, groups, role);
-        } else if (const int consumer = role - pipelines; config::load_c && consumer < config::warpgroups) {
-            const int pipeline = config::ping_pong ? consumer : 0, member = config::ping_pong ? 0 : consumer;
-            load_and_store_c(shared, &out_map, size, groups, pipeline, consumer, member * waves * 64);
+        } else {
+            sync_and_wait();
+            if (const int consumer = role - pipelines; config::load_c && consumer < config::warpgroups) {
+                const int pipeline = config::ping_pong ? consumer : 0, member = config::ping_pong ? 0 : consumer;
+                load_and_store_c(shared, &out_map, size, groups, pipeline, consumer, member * waves * 64);
+            }
         }
         __syncwarp();
     } else {
         // ---- Consumer warpgroup ----
+        sync_and_wait();
         if constexpr (config::warpgroups > 1) ptx::setmaxnreg_inc<config::consumer_registers>();
         const Output out{&out_map, out_data, out_group_stride, out_row_stride, out_column_stride};
         const int pipeline = config::ping_pong ? warpgroup : 0, member = config::ping_pong ? 0 : warpgroup;

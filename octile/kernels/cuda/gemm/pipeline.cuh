@@ -119,6 +119,13 @@ __device__ __forceinline__ void init_pipelines(uint8_t* shared, int rank) {
     }
 }
 
+// Synchronizes the thread block, or the cluster. All warps call it once before they use a pipeline, the producer's at
+// another place in the code than the others.
+__device__ __forceinline__ void sync_all_warps() {
+    if constexpr (cluster_size > 1) ptx::cluster_sync();
+    else ptx::named_barrier_sync(0, 128 * (config::warpgroups + 1));
+}
+
 // Sets the bytes outside of [begin, end) to zero in rows of 128 swizzled bytes. Both operands must be zero where K is
 // not summed, since NaN times zero is NaN. Called by all threads that share a tile.
 __device__ __forceinline__ void zero_outside(uint8_t* tile, int rows, int begin, int end, int thread) {

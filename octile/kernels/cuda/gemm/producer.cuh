@@ -46,7 +46,8 @@ __device__ __forceinline__ void run_producer(
     float4* block_scales = reinterpret_cast<float4*>(shared + smem::block_scale) + pipeline_index * smem::scale_slots;
     const bool elected = has_block_scales && ptx::elect_one();
     int unused = config::stages;  // stages that were not loaded yet, which need no acquire
-    bool is_first = loads_weights_early;
+    bool is_first = loads_weights_early, synced = config::schedule != dense;
+    if (synced) sync_all_warps();  // which has loaded where groups begin
 
     while (scheduler.next_tile(tile)) {
         const int a_group = config::schedule == masked ? tile.group : 0, b_group = m_grouped ? tile.group : 0;
@@ -65,7 +66,13 @@ __device__ __forceinline__ void run_producer(
             if (b_row_scales && loads_b) load_box<share_b>(b_scale, maps.b_scale, full, tile.n, at, b_group);
         };
 
+        auto sync_once = [&] {  // the first tile was found, and its scales requested, while others initialized mbarriers
+            if (!synced) sync_all_warps();
+            synced = true;
+        };
+
         if constexpr (!has_block_scales) {
+            sync_once();
 #pragma unroll (a_row_scales ? 2 : 4)
             for (int k_block = 0; k_block < k_blocks; ++k_block, pipeline.advance()) {
                 pipeline.producer_acquire();
@@ -94,6 +101,7 @@ __device__ __forceinline__ void run_producer(
             };
 
             float2 next_scales = read_block_scales(0);
+            sync_once();
             auto write_block_scales = [&](int k_block) {  // of the next batch, and reads those of the one after
                 const uint32_t slot = (pipeline.scale_slot / 16 + ptx::lane_id()) % smem::scale_slots;
                 block_scales[slot] = make_float4(next_scales.x, next_scales.x, next_scales.y, next_scales.y);
@@ -134,5 +142,6 @@ __device__ __forceinline__ void run_producer(
             }
         }
     }
+    if (!synced) sync_all_warps();
     if (is_first) ptx::wait_and_launch_dependents();  // there was no tile
 }

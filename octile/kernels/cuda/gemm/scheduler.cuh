@@ -151,10 +151,12 @@ public:
 
         const int length = config::raster_along_n ? m_tiles : n_tiles;
         const int across = config::raster_along_n ? n_tiles : m_tiles;
-        const int strip = cluster_tile / (config::raster_width * length);
-        const int in_strip = cluster_tile % (config::raster_width * length);
-        const int width = min(config::raster_width, across - strip * config::raster_width);
-        const int major = in_strip / width, minor = strip * config::raster_width + in_strip % width;
+        // A division takes some 35 instructions: there is none for one strip that is full, or one or two tiles wide.
+        constexpr int full = config::raster_width;
+        const int strip = across <= full ? 0 : cluster_tile / (full * length);
+        const int in_strip = cluster_tile - strip * full * length, width = min(full, across - strip * full);
+        const int major = width == full ? in_strip / full : width <= 2 ? in_strip >> (width - 1) : in_strip / width;
+        const int minor = strip * full + in_strip - major * width;
         const int m_tile = config::raster_along_n ? major : minor, n_tile = config::raster_along_n ? minor : major;
         tile.m = warp_uniform(m_begin + m_tile * cluster_tile_m + rank / config::cluster_n * config::tile_m);
         tile.n = warp_uniform(n_tile * cluster_tile_n + rank % config::cluster_n * config::tile_n);
