@@ -217,4 +217,5 @@ def _slowdown(c: GemmConfig) -> float:
         return 1.02
     if c.waves == 1:
         return 1.25 if c.accumulators == c.warpgroups == 1 else 1.1
-    return 1.2 if c.stages == 3 else 1.08
+    alone = 1.05 if c.schedule is Schedule.MASKED and c.cluster_size == 1 else 1  # the L2 cache serves SMs unequally
+    return alone * (1.2 if c.stages == 3 else 1.08)

@@ -19,7 +19,7 @@ from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule, Store
 from octile.kernels.cuda.gemm.cost_model import Chip, Problem, cycles, num_tiles, rounded
 
 H200, H100 = CHIPS
-SWEEP = Path(__file__).parents[4] / "benchmarks" / "history" / "cost-model" / "sweep.json.gz"
+SWEEPS = Path(__file__).parents[4] / "benchmarks" / "history" / "cost-model"
 
 
 @pytest.fixture(autouse=True)
@@ -225,9 +225,10 @@ def test_every_kernel_that_the_benchmark_takes_is_among_them(chip: Chip):
 def test_the_choice_follows_what_was_measured():
     """Choices that differ from recorded timings are listed here, so that a change of the cost model is noticed."""
     problems = {(case.name, case.what): rounded(problem(case)) for case in (*shapes.GPU, *shapes.MIDDLE)}
+    first = json.loads(gzip.decompress((SWEEPS / "sweep.json.gz").read_bytes()))["products"]
+    masked = json.loads((SWEEPS / "masked_h200.json").read_bytes())["products"]  # later, with all of today's candidates
     slower, not_measured = {}, []
-    for row in json.loads(gzip.decompress(SWEEP.read_bytes()))["products"]:
-        gemm = (row["case"], row["what"])
+    for gemm, row in {(row["case"], row["what"]): row for row in (*first, *masked)}.items():
         config = choose(problems[gemm], H200)
         name = _named(config)
         if name not in row["us"]:  # rasterization along N is newer than these timings: that along M represents it
