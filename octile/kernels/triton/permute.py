@@ -164,7 +164,9 @@ def unpermute(
     if ADD:
         total = tl.load(add + token * add_row + wide * add_col, mask=column < D, other=0.0).to(tl.float32)
     for k in tl.static_range(K):
-        value = tl.load(y + ids[k] * y_row + wide * y_col, mask=column < D, other=0.0).to(tl.float32)
+        # Each row is read once. What the previous kernel stored last stays in the L2 cache until it is read.
+        at = y + ids[k] * y_row + wide * y_col
+        value = tl.load(at, mask=column < D, other=0.0, eviction_policy="evict_first").to(tl.float32)
         if WEIGHTED:
             value = value * tl.load(weight + token * weight_row + k * weight_col)
         total += value
