@@ -58,10 +58,9 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
     const int warp = warp_uniform(threadIdx.x / 32), warpgroup = warp / 4, rank = block_rank_in_cluster();
     const TensorMaps maps{&a_map, &b_map, &a_scale_map, &b_scale_map};
     prologue(shared, maps, &out_map, groups, size, rank, warp);
-    auto sync_and_wait = [] {  // the producer does both itself
-        sync_all_warps();
-        if (loads_weights_early) ptx::wait_and_launch_dependents();
-    };
+    const bool is_producer = warpgroup == config::warpgroups && warp % 4 < pipelines;
+    if (!finds_tile_early || !is_producer) sync_all_warps();
+    if (loads_weights_early && !is_producer) ptx::wait_and_launch_dependents();  // a producer does so itself
 
     if (warpgroup == config::warpgroups) {
         // ---- Producer warpgroup: a warp for each pipeline, and one for each consumer whose C is loaded ----
@@ -71,17 +70,13 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
         const int role = warp % 4;
         if (role < pipelines) {
             run_producer(shared, maps, blocks, size, groups, role);
-        } else {
-            sync_and_wait();
-            if (const int consumer = role - pipelines; config::load_c && consumer < config::warpgroups) {
-                const int pipeline = config::ping_pong ? consumer : 0, member = config::ping_pong ? 0 : consumer;
-                load_and_store_c(shared, &out_map, size, groups, pipeline, consumer, member * waves * 64);
-            }
+        } else if (const int consumer = role - pipelines; config::load_c && consumer < config::warpgroups) {
+            const int pipeline = config::ping_pong ? consumer : 0, member = config::ping_pong ? 0 : consumer;
+            load_and_store_c(shared, &out_map, size, groups, pipeline, consumer, member * waves * 64);
         }
         __syncwarp();
     } else {
         // ---- Consumer warpgroup ----
-        sync_and_wait();
         if constexpr (config::warpgroups > 1) ptx::setmaxnreg_inc<config::consumer_registers>();
         const Output out{&out_map, out_data, out_group_stride, out_row_stride, out_column_stride};
         const int pipeline = config::ping_pong ? warpgroup : 0, member = config::ping_pong ? 0 : warpgroup;

@@ -119,8 +119,11 @@ __device__ __forceinline__ void init_pipelines(uint8_t* shared, int rank) {
     }
 }
 
-// Synchronizes the thread block, or the cluster. All warps call it once before they use a pipeline, the producer's at
-// another place in the code than the others.
+// The producer of a dense GEMM finds its first tile, and requests its scales, while other warps initialize mbarriers.
+constexpr bool finds_tile_early = config::schedule == dense && cluster_size == 1;
+
+// Synchronizes the thread block, or the cluster. All warps call it once before they use a pipeline; the producer does so
+// at another place in the code where it finds its tile before.
 __device__ __forceinline__ void sync_all_warps() {
     if constexpr (cluster_size > 1) ptx::cluster_sync();
     else ptx::named_barrier_sync(0, 128 * (config::warpgroups + 1));

@@ -46,8 +46,7 @@ __device__ __forceinline__ void run_producer(
     float4* block_scales = reinterpret_cast<float4*>(shared + smem::block_scale) + pipeline_index * smem::scale_slots;
     const bool elected = has_block_scales && ptx::elect_one();
     int unused = config::stages;  // stages that were not loaded yet, which need no acquire
-    bool is_first = loads_weights_early, synced = config::schedule != dense;
-    if (synced) sync_all_warps();  // which has loaded where groups begin
+    bool is_first = loads_weights_early, synced = !finds_tile_early;
 
     while (scheduler.next_tile(tile)) {
         const int a_group = config::schedule == masked ? tile.group : 0, b_group = m_grouped ? tile.group : 0;
@@ -66,7 +65,7 @@ __device__ __forceinline__ void run_producer(
             if (b_row_scales && loads_b) load_box<share_b>(b_scale, maps.b_scale, full, tile.n, at, b_group);
         };
 
-        auto sync_once = [&] {  // the first tile was found, and its scales requested, while others initialized mbarriers
+        auto sync_once = [&] {
             if (!synced) sync_all_warps();
             synced = true;
         };
