@@ -9,7 +9,9 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from calendar import month_abbr
 from collections.abc import Callable, Iterable, Sequence
+from datetime import date
 from functools import cache
 from pathlib import Path
 from statistics import fmean, geometric_mean
@@ -100,14 +102,13 @@ record = cache(Record)
 
 def readme() -> Rows:
     """The table of the README, one number in a cell; each ratio links to its record. The H100's record may be older."""
-    rows = [["metric", "octile", "peer", "peer's", "ratio", "ratio on an H100", "measured, November 2026"]]
+    rows = [["metric", "octile", "peer", "peer's", "ratio", "ratio on an H100", "measured, 2026"]]
 
     def add(
         metric: str, r: Record, ours: float, peer: str, theirs: float, found: str, h100: str = "", digits: int = 0
     ) -> None:
         links = [_linked(found, r.name), _linked(h100, r.name.replace("h200_", "h100_")) if h100 else "–"]
-        day = r.date.rpartition("-")[2]
-        rows.append([metric, number(ours, digits), peer, number(theirs, digits), *links, day])
+        rows.append([metric, number(ours, digits), peer, number(theirs, digits), *links, day_of(r.date)])
 
     train, what = record("h200_train"), "train FP8 without MTP"
     for peer, name in (("torchtitan BF16", "torchtitan 0.2.2, compiled BF16"), ("BF16", "octile's BF16")):
@@ -143,7 +144,7 @@ def readme() -> Rows:
     speeds = {name: exact_decoding(name) for name in ("cost_6_h200", "cost_4")}
     links = [f"[{ratio(a / b, 3)}](benchmarks/history/exact/{name}.txt)" for name, (a, b) in speeds.items()]
     exact, default = (number(speed, 0) for speed in speeds["cost_6_h200"])
-    rows.append([metric, exact, "octile's default mode", default, *links, "28"])
+    rows.append([metric, exact, "octile's default mode", default, *links, "28 Nov."])
     means = [
         [geometric_mean(speeds) for speeds in zip(*_gemms("FP8", "DeepGEMM", lambda m: m >= 4096, name), strict=True)]
         for name in ("h200_gemm", "h100_gemm")
@@ -157,8 +158,14 @@ def readme() -> Rows:
     losses = [number(fmean(one["val_loss"][-1] for one in found if one), 4) for found in (fp8, base)]
     found = f"[{percent(fmean(r.gaps(*group, 'deepseek_v3')))}](docs/results/loss.md)"
     metric = "Held-out loss, 81M active parameters, 100M tokens in FP8 from the first step"
-    rows.append([metric, losses[0], "BF16", losses[1], found, "–", "27"])
+    rows.append([metric, losses[0], "BF16", losses[1], found, "–", "27 Nov."])
     return rows
+
+
+def day_of(iso: str) -> str:
+    """A date as the README has it, without the year: 1 Dec."""
+    when = date.fromisoformat(iso)
+    return f"{when.day} {month_abbr[when.month]}."
 
 
 def exact_decoding(name: str) -> tuple[float, float]:
