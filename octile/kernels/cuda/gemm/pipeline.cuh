@@ -126,7 +126,8 @@ constexpr bool finds_tile_early = config::schedule == dense && cluster_size == 1
 // at another place in the code where it finds its tile before.
 __device__ __forceinline__ void sync_all_warps() {
     if constexpr (cluster_size > 1) ptx::cluster_sync();
-    else ptx::named_barrier_sync(0, 128 * (config::warpgroups + 1));
+    else if constexpr (finds_tile_early) ptx::named_barrier_sync(0, 128 * (config::warpgroups + 1));
+    else __syncthreads();  // with the barrier's number of threads given, a kernel of weight gradients spills
 }
 
 // Sets the bytes outside of [begin, end) to zero in rows of 128 swizzled bytes. Both operands must be zero where K is
