@@ -123,7 +123,7 @@ __device__ __forceinline__ void init_pipelines(uint8_t* shared, int rank) {
 constexpr bool finds_tile_early = config::schedule == dense && cluster_size == 1;
 
 // Synchronizes the thread block, or the cluster. All warps call it once before they use a pipeline; the producer does so
-// at another place in the code where it finds its tile before.
+// at another place in the code where it finds its first tile early.
 __device__ __forceinline__ void sync_all_warps() {
     if constexpr (cluster_size > 1) ptx::cluster_sync();
     else if constexpr (finds_tile_early) ptx::named_barrier_sync(0, 128 * (config::warpgroups + 1));

@@ -66,7 +66,9 @@ __device__ __forceinline__ void run_producer(
         };
 
         auto sync_once = [&] {
-            if (!synced) sync_all_warps();
+            if (synced) return;
+            __syncwarp();  // lanes that have no scales to read may be ahead
+            sync_all_warps();
             synced = true;
         };
 

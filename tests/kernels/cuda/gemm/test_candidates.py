@@ -226,7 +226,7 @@ def test_the_choice_follows_what_was_measured():
     """Choices that differ from recorded timings are listed here, so that a change of the cost model is noticed."""
     problems = {(case.name, case.what): rounded(problem(case)) for case in (*shapes.GPU, *shapes.MIDDLE)}
     first = json.loads(gzip.decompress((SWEEPS / "sweep.json.gz").read_bytes()))["products"]
-    masked = json.loads((SWEEPS / "masked_h200.json").read_bytes())["products"]  # later, with all of today's candidates
+    masked = json.loads((SWEEPS / "masked_h200.json").read_bytes())["products"]  # later, in place of the first
     slower, not_measured = {}, []
     for gemm, row in {(row["case"], row["what"]): row for row in (*first, *masked)}.items():
         config = choose(problems[gemm], H200)
