@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # compute-sanitizer over a short list of GPU tests: memcheck, racecheck and synccheck, of the GEMM kernel ("gemms"; synccheck
-# without dense ones, whose producer waits at the thread block's barrier elsewhere than the others, which it reports), of the
+# without dense ones that have no cluster: their producer waits at the block's barrier from another instruction, which PTX
+# allows and it reports), of the
 # CUDA and Triton kernels that quantize ("quantize"), of the kernels of gate, routing, cross-entropy, norms, rotary
 # embeddings and optimizer ("elementwise"), of decoding's attention, the indexer's logits and the choice of keys
 # ("attention", without racecheck, which cannot follow their barriers, and synccheck without the kernels whose warpgroups wait
@@ -24,7 +25,7 @@ or test_ragged_masked_rows[1] or test_ragged_masked_rows[2]"
 RACES="(test_every_kind_of_kernel and not raster and not of_groups and not of_masked) or test_the_error_without_promotion \
 or test_slots_of_block_scales_are_reused or (of_masked and float32 and not chosen) \
 or (of_groups and float32 and zero) or $GROUPS_OF"
-SYNCS="test_every_kind_of_kernel_of or $GROUPS_OF or test_ragged_masked_rows[1] or test_ragged_masked_rows[2]"
+SYNCS="test_every_kind_of_kernel_of or (test_every_kind_of_kernel and cluster) or $GROUPS_OF or test_ragged_masked_rows[1] or test_ragged_masked_rows[2]"
 QUANTIZE="(test_transposed_quantization_of_a_large and 130) or (test_weights and float32 and 130) \
 or (test_joined_weights and 1536 and bfloat16 and True-True) \
 or (test_e5m6 and 1030 and float32) or (test_e5m6_becomes and 999 and float32) \

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from calendar import month_abbr
 from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from functools import cache
@@ -28,6 +27,7 @@ from octile.report.compare.intervals import Interval
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "benchmarks" / "results"
+MONTHS = ("Jan.", "Feb.", "Mar.", "Apr.", "May", "June", "July", "Aug.", "Sep.", "Oct.", "Nov.", "Dec.")
 LOSS = ROOT / "experiments" / "loss"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md", *sorted((ROOT / "docs" / "results").glob("*.md")))
 TABLE = re.compile(r"(?<=<!-- table: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
@@ -165,7 +165,7 @@ def readme() -> Rows:
 def day_of(iso: str) -> str:
     """A date as the README has it, without the year: 1 Dec."""
     when = date.fromisoformat(iso)
-    return f"{when.day} {month_abbr[when.month]}."
+    return f"{when.day} {MONTHS[when.month - 1]}"
 
 
 def exact_decoding(name: str) -> tuple[float, float]:
