@@ -47,6 +47,12 @@ __device__ __forceinline__ void run_producer(
     const bool elected = has_block_scales && ptx::elect_one();
     int unused = config::stages;  // stages that were not loaded yet, which need no acquire
     bool is_first = loads_weights_early, synced = !finds_tile_early;
+    auto sync_once = [&] {
+        if (synced) return;
+        __syncwarp();  // lanes that have no scales to read may be ahead
+        sync_all_warps();
+        synced = true;
+    };
 
     while (scheduler.next_tile(tile)) {
         const int a_group = config::schedule == masked ? tile.group : 0, b_group = m_grouped ? tile.group : 0;
@@ -63,13 +69,6 @@ __device__ __forceinline__ void run_producer(
             if (a_row_scales && loads_a) load_box<share_a>(a_scale, maps.a_scale, full, tile.m, at, a_group);
             if (loads_b) load_box<share_b>(b, maps.b, full, k, tile.n, b_group);
             if (b_row_scales && loads_b) load_box<share_b>(b_scale, maps.b_scale, full, tile.n, at, b_group);
-        };
-
-        auto sync_once = [&] {
-            if (synced) return;
-            __syncwarp();  // lanes that have no scales to read may be ahead
-            sync_all_warps();
-            synced = true;
         };
 
         if constexpr (!has_block_scales) {
@@ -143,6 +142,6 @@ __device__ __forceinline__ void run_producer(
             }
         }
     }
-    if (!synced) sync_all_warps();
-    if (is_first) ptx::wait_and_launch_dependents();  // there was no tile
+    sync_once();  // these two where there was no tile
+    if (is_first) ptx::wait_and_launch_dependents();
 }
