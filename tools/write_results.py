@@ -27,7 +27,6 @@ from octile.report.compare.intervals import Interval
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "benchmarks" / "results"
-MONTHS = ("Jan.", "Feb.", "Mar.", "Apr.", "May", "June", "July", "Aug.", "Sep.", "Oct.", "Nov.", "Dec.")
 LOSS = ROOT / "experiments" / "loss"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md", *sorted((ROOT / "docs" / "results").glob("*.md")))
 TABLE = re.compile(r"(?<=<!-- table: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
@@ -108,7 +107,8 @@ def readme() -> Rows:
         metric: str, r: Record, ours: float, peer: str, theirs: float, found: str, h100: str = "", digits: int = 0
     ) -> None:
         links = [_linked(found, r.name), _linked(h100, r.name.replace("h200_", "h100_")) if h100 else "–"]
-        rows.append([metric, number(ours, digits), peer, number(theirs, digits), *links, day_of(r.date)])
+        day = f"{date.fromisoformat(r.date):%d %b}".lstrip("0")
+        rows.append([metric, number(ours, digits), peer, number(theirs, digits), *links, day])
 
     train, what = record("h200_train"), "train FP8 without MTP"
     for peer, name in (("torchtitan BF16", "torchtitan 0.2.2, compiled BF16"), ("BF16", "octile's BF16")):
@@ -144,7 +144,7 @@ def readme() -> Rows:
     speeds = {name: exact_decoding(name) for name in ("cost_6_h200", "cost_4")}
     links = [f"[{ratio(a / b, 3)}](benchmarks/history/exact/{name}.txt)" for name, (a, b) in speeds.items()]
     exact, default = (number(speed, 0) for speed in speeds["cost_6_h200"])
-    rows.append([metric, exact, "octile's default mode", default, *links, "28 Nov."])
+    rows.append([metric, exact, "octile's default mode", default, *links, "28 Nov"])
     means = [
         [geometric_mean(speeds) for speeds in zip(*_gemms("FP8", "DeepGEMM", lambda m: m >= 4096, name), strict=True)]
         for name in ("h200_gemm", "h100_gemm")
@@ -158,14 +158,8 @@ def readme() -> Rows:
     losses = [number(fmean(one["val_loss"][-1] for one in found if one), 4) for found in (fp8, base)]
     found = f"[{percent(fmean(r.gaps(*group, 'deepseek_v3')))}](docs/results/loss.md)"
     metric = "Held-out loss, 81M active parameters, 100M tokens in FP8 from the first step"
-    rows.append([metric, losses[0], "BF16", losses[1], found, "–", "27 Nov."])
+    rows.append([metric, losses[0], "BF16", losses[1], found, "–", "27 Nov"])
     return rows
-
-
-def day_of(iso: str) -> str:
-    """A date as the README has it, without the year: 1 Dec."""
-    when = date.fromisoformat(iso)
-    return f"{when.day} {MONTHS[when.month - 1]}"
 
 
 def exact_decoding(name: str) -> tuple[float, float]:
