@@ -1,16 +1,15 @@
 #!/usr/bin/env bash
-# compute-sanitizer over a short list of GPU tests: memcheck, racecheck and synccheck, of the GEMM kernel ("gemms"; synccheck
-# without dense ones that have no cluster: their producer waits at the block's barrier from another instruction, which PTX
-# allows and it reports), of the CUDA and Triton kernels that quantize ("quantize"), of the kernels of gate, routing,
-# cross-entropy, norms, rotary embeddings and optimizer ("elementwise"), of decoding's attention, the indexer's logits and
-# the choice of keys ("attention", without racecheck, which cannot follow their barriers, and synccheck without the kernels
-# whose warpgroups wait at one barrier from two instructions, which it reports), and of decode steps of at most 8 rows
-# ("few_rows": memcheck and synccheck without decoding's attention and the GEMMs, octile's and cuBLAS's, which their tests
-# run, too; racecheck, which breaks off where kernels are left out, without the tests of attention and of cuBLAS). Arguments
-# choose lists, TOOLS the tools, LIMIT the seconds of each. All run at the same time, for at most seven minutes. racecheck is
-# the slowest and gets fewer GEMMs, and the variant of their kernel in which it can follow the order of accesses
-# (racecheck_all_lanes.py, which also compares the machine code of both). Exit code 1 where one of them is not clean. Needs a
-# Hopper GPU. The output is in $OUT/sanitizer_TOOL_LIST.txt.
+# compute-sanitizer over a short list of GPU tests: memcheck, racecheck and synccheck, of the GEMM kernel ("gemms"), of the
+# CUDA and Triton kernels that quantize ("quantize"), of the kernels of gate, routing, cross-entropy, norms, rotary embeddings
+# and optimizer ("elementwise"), of decoding's attention, the indexer's logits and the choice of keys ("attention", without
+# racecheck, which cannot follow their barriers, and synccheck without the kernels whose warpgroups wait at one barrier from
+# two instructions, which it reports), and of decode steps of at most 8 rows ("few_rows": memcheck and synccheck without
+# decoding's attention and the GEMMs, octile's and cuBLAS's, which their tests run, too; racecheck, which breaks off where
+# kernels are left out, without the tests of attention and of cuBLAS). Arguments choose lists, TOOLS the tools, LIMIT the
+# seconds of each. All run at the same time, for at most seven minutes. racecheck is the slowest and gets fewer GEMMs, and the
+# variant of their kernel in which it can follow the order of accesses (racecheck_all_lanes.py, which also compares the
+# machine code of both). Exit code 1 where one of them is not clean. Needs a Hopper GPU. The output is in
+# $OUT/sanitizer_TOOL_LIST.txt.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -25,7 +24,6 @@ or $MASKED"
 RACES="(test_every_kind_of_kernel and not raster and not of_groups and not of_masked) or test_the_error_without_promotion \
 or test_slots_of_block_scales_are_reused or (of_masked and float32 and not chosen) \
 or (of_groups and float32 and zero) or $GROUPS_OF"
-SYNCS="test_every_kind_of_kernel_of or (test_every_kind_of_kernel and cluster) or $GROUPS_OF or $MASKED"
 QUANTIZE="(test_transposed_quantization_of_a_large and 130) or (test_weights and float32 and 130) \
 or (test_joined_weights and 1536 and bfloat16 and True-True) \
 or (test_e5m6 and 1030 and float32) or (test_e5m6_becomes and 999 and float32) \
@@ -81,7 +79,6 @@ for tool in "${tools[@]}"; do
     for list in "${lists[@]}"; do
         case $tool,$list in
         racecheck,gemms) sanitize "$tool" gemms "$RACES" tests/gpu/cuda/test_gemm.py -p tools.racecheck_all_lanes & ;;
-        synccheck,gemms) sanitize "$tool" gemms "$SYNCS" tests/gpu/cuda/test_gemm.py & ;;
         *,gemms) sanitize "$tool" gemms "$GEMMS" tests/gpu/cuda/test_gemm.py & ;;
         *,quantize) sanitize "$tool" quantize "$QUANTIZE" tests/gpu/test_quantize_kernels.py & ;;
         racecheck,attention) continue ;;

@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
     const TensorMaps maps{&a_map, &b_map, &a_scale_map, &b_scale_map};
     prologue(shared, maps, &out_map, groups, size, rank, warp);
     const bool is_producer = warpgroup == config::warpgroups && warp % 4 < pipelines;
-    if (!finds_tile_early || !is_producer) sync_all_warps();
+    if (!finds_tile_early || !is_producer) sync_warps(warp);
     if (loads_weights_early && !is_producer) ptx::wait_and_launch_dependents();  // a producer does so itself
 
     if (warpgroup == config::warpgroups) {

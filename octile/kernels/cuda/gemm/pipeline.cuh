@@ -119,15 +119,23 @@ __device__ __forceinline__ void init_pipelines(uint8_t* shared, int rank) {
     }
 }
 
-// The producer of a dense GEMM finds its first tile, and requests its scales, while other warps initialize mbarriers.
+// A producer of a dense GEMM finds its first tile, and requests its scales, while warp 0 initializes the mbarriers. These
+// two warps, which synchronize at different places of the code, have a named barrier for each pipeline.
 constexpr bool finds_tile_early = config::schedule == dense && cluster_size == 1;
+constexpr int init_barrier = 7;  // of the first pipeline
 
-// Synchronizes the thread block, or the cluster. All warps call it once before they use a pipeline; the producer does so
-// at another place in the code where it finds its first tile early.
-__device__ __forceinline__ void sync_all_warps() {
-    if constexpr (cluster_size > 1) ptx::cluster_sync();
-    else if constexpr (finds_tile_early) ptx::named_barrier_sync(0, 128 * (config::warpgroups + 1));
-    else __syncthreads();  // with the barrier's number of threads given, a kernel of weight gradients spills
+// Synchronizes the warps that call it before they use a pipeline: all of the thread block, or of the cluster, but for a
+// producer that finds its tile early.
+__device__ __forceinline__ void sync_warps(int warp) {
+    if constexpr (cluster_size > 1) {
+        ptx::cluster_sync();
+    } else if constexpr (finds_tile_early) {
+        if (warp == 0)
+            for (int i = 0; i < pipelines; ++i) ptx::named_barrier_arrive(init_barrier + i, 64);
+        ptx::named_barrier_sync(0, 128 * (config::warpgroups + 1) - 32 * pipelines);
+    } else {
+        __syncthreads();
+    }
 }
 
 // Sets the bytes outside of [begin, end) to zero in rows of 128 swizzled bytes. Both operands must be zero where K is

@@ -50,7 +50,7 @@ __device__ __forceinline__ void run_producer(
     auto sync_once = [&] {
         if (synced) return;
         __syncwarp();  // lanes that have no scales to read may be ahead
-        sync_all_warps();
+        ptx::named_barrier_sync(init_barrier + pipeline_index, 64);
         synced = true;
     };
 
