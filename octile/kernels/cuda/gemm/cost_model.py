@@ -12,7 +12,7 @@ slowest of the following, times what a kind of kernel was measured to take more 
 So large tiles load least, several small ones fill the last round of SMs better, and few rows are a matter of reading
 the weights from all SMs at once. Rates of memory are proportional to the GPU's bandwidth: it decides how C is added to.
 The constants rank kernels and are no forecast: a GEMM of few rows is estimated a fifth too long. They were chosen on
-timings of 801 GEMMs on H200s and H100s, each with up to 36 kernels (benchmarks/history/cost-model and gemm-drawn). The
+timings of 993 GEMMs on H200s and H100s, each with up to 36 kernels (benchmarks/history/cost-model and gemm-drawn). The
 kernels that they choose are 1.7% slower than the best measured ones, at worst 22%. The order of tiles is not estimated,
 but follows a rule (`candidates`).
 """
@@ -158,6 +158,8 @@ def cycles(p: Problem, c: GemmConfig, chip: Chip) -> float:
     exposed = 0.2 if c.ping_pong else 0.5 if overlaps_mma and c.waves > 1 else 1
     slowdown = _slowdown(c) if busy == workers else 1
     if c.cluster_m > 1 or (c.cluster_size > 1 and (c.is_1d1d or c.accumulators > 1 or c.ping_pong)):
+        slowdown *= CLUSTER_SLOWDOWN
+    if c.cluster_size > 1 and c.tile_m == 64:  # they wait for memory, to which the blocks' loads are the same
         slowdown *= CLUSTER_SLOWDOWN
     tile = k_blocks * k_block * slowdown + epilogue * (exposed if rounds > 1 else 1)
 
