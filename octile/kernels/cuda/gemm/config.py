@@ -150,6 +150,14 @@ class GemmConfig:
         return self.a_scales is self.b_scales is Scales.PER_ROW
 
     @property
+    def passes_tiles(self) -> bool:
+        """The producer passes tiles to the consumers, which otherwise find them themselves: faster with few rows."""
+        is_of_few_rows = self.warpgroups == 1 or self.accumulators > self.waves
+        is_simple = self.cluster_size == self.split_k == self.pipelines == 1
+        has_block_scales = Scales.PER_BLOCK in (self.a_scales, self.b_scales)
+        return is_of_few_rows and is_simple and has_block_scales and self.schedule in (Schedule.DENSE, Schedule.MASKED)
+
+    @property
     def producer_registers(self) -> int:
         """Registers of a producer thread after setmaxnreg."""
         return {1: 40, 2: 24 if self.is_1d1d else 40}.get(self.warpgroups, 32)
@@ -204,10 +212,11 @@ class GemmConfig:
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of one stage, its two mbarriers included."""
+        """Shared memory of one stage, its two mbarriers and a tile that is passed included."""
         a_scales = self.tile_m * 4 if self.a_scales is Scales.PER_ROW else 0
         b_scales = _rounded_up(self.tile_n * 4, 128) if self.b_scales is Scales.PER_ROW else 0
-        return (self.tile_m + self.tile_n) * BLOCK_K + a_scales + b_scales + 16
+        passed_tile = 16 if self.passes_tiles else 0
+        return (self.tile_m + self.tile_n) * BLOCK_K + a_scales + b_scales + passed_tile + 16
 
     @property
     def other_bytes(self) -> int:
@@ -226,7 +235,7 @@ class GemmConfig:
     def constants(self) -> dict[str, int | bool]:
         """The constants that the CUDA source is specialized with, by name."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
-        derived = ("producer_registers", "consumer_registers", "cached_b_scales", "shared_bytes")
+        derived = ("passes_tiles", "producer_registers", "consumer_registers", "cached_b_scales", "shared_bytes")
         return named | {name: getattr(self, name) for name in derived}
 
     def headers(self) -> dict[str, str]:

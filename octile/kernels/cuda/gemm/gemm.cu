@@ -88,7 +88,12 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
         Epilogue epilogue(shared, out, warpgroup, first_row, n, a_scale, b_scale);
         PingPongStart start(pipeline);
 
-        while (scheduler.next_tile(tile)) {
+        auto next_tile = [&] {
+            if constexpr (config::passes_tiles) return wait_for_tile(shared, main_loop.pipeline, size, tile);
+            else return scheduler.next_tile(tile);
+        };
+
+        while (next_tile()) {
             const KBlocks k_blocks(tile);
             const bool is_half = has_half_tiles && is_outside(tile, first_row + 64, n);
             const int border = 128 - tile.n % 128;  // the column at which the next 128×128 block of b begins

@@ -54,6 +54,14 @@ __device__ __forceinline__ void run_producer(
         synced = true;
     };
 
+    auto pass_tile = [&](const PassedTile& passed) {
+        if constexpr (!config::passes_tiles) return;
+        pipeline.producer_acquire();
+        __syncwarp();
+        if (ptx::lane_id() == 0) passed_tile(shared, pipeline.stage) = passed;
+        __syncwarp();
+    };
+
     while (scheduler.next_tile(tile)) {
         const int a_group = config::schedule == masked ? tile.group : 0, b_group = m_grouped ? tile.group : 0;
         const int k_blocks = count_k_blocks(tile);
@@ -126,6 +134,7 @@ __device__ __forceinline__ void run_producer(
                     if (elected) load_k_block(k_block, pipeline.stage + k_block);
             }
             write_block_scales(0);
+            pass_tile({tile.m, tile.n, tile.group, tile.m_end});
             int k_block = 0;
 #pragma unroll 1
             for (; k_block < ahead; ++k_block, pipeline.advance())
@@ -144,4 +153,6 @@ __device__ __forceinline__ void run_producer(
     }
     sync_once();  // these two where there was no tile
     if (is_first) ptx::wait_and_launch_dependents();
+    pass_tile({-1});
+    if (config::passes_tiles && ptx::lane_id() == 0) pipeline.full[pipeline.stage].arrive();
 }

@@ -114,7 +114,11 @@ DENSE = {
     "adding what is rounded, any strides": config(128, 64, store=SINGLE, accumulate=True, adds_rounded=True),
     "transposed": config(128, 32, a_scales=BLOCK, b_scales=ROW, transposed=True, staged_boxes=1),
     "transposed, 256 rows": config(256, 16, a_scales=BLOCK, b_scales=ROW, transposed=True, staged_boxes=2),
+    "transposed, one warpgroup": config(
+        64, 16, warpgroups=1, accumulators=2, a_scales=BLOCK, b_scales=ROW, transposed=True, staged_boxes=1
+    ),
     "split-K": config(128, 64, split_k=3),
+    "split-K, one warpgroup": config(64, 48, warpgroups=1, accumulators=2, split_k=3, staged_boxes=1),
     "split-K, transposed": config(128, 16, a_scales=BLOCK, b_scales=ROW, transposed=True, split_k=4),
     "split-K, in clusters, accumulating": config(
         64, 32, warpgroups=1, cluster_m=2, split_k=2, store=PAIRS, out_float=True, accumulate=True
@@ -179,6 +183,7 @@ EARLY = (  # kernels that begin before the previous one of the stream has ended
     "ping-pong",
     "1D1D",
     "transposed",
+    "transposed, one warpgroup",
     "split-K, transposed",
     "accumulating",
     "ping-pong in a cluster, loading BF16 C",
@@ -268,6 +273,7 @@ ENDS = {
 }
 ROWS_GROUPED = {
     "two warpgroups": config(128, 64, schedule=GROUPED),
+    "one warpgroup": config(64, 48, schedule=GROUPED, warpgroups=1, accumulators=2, staged_boxes=2),
     "three warpgroups": config(192, 32, schedule=GROUPED, warpgroups=3),
     "raster along N": config(64, 16, schedule=GROUPED, warpgroups=1, raster_along_n=True, raster_width=2),
     "a cluster shares a": config(128, 32, schedule=GROUPED, cluster_n=2),
@@ -381,6 +387,7 @@ def test_wrong_offsets_are_clamped():
     "case",
     [
         "two warpgroups",
+        "one warpgroup",
         "a cluster shares a",
         "a cluster shares b",
         "ping-pong",
