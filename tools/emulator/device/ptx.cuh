@@ -61,6 +61,7 @@ inline uint8_t* dynamic_shared() { return emulator::self->shared; }
 inline uint32_t shared_address(const void* pointer) { return emulator::shared_address(pointer); }
 
 inline uint32_t lane_id() { return threadIdx.x % 32; }
+inline float load_in_order(const float* address) { return __ldg(address); }
 inline int opaque(int value) { return value; }
 inline bool elect_one() {  // not lane 0: a kernel must not rely on it
     __syncwarp();

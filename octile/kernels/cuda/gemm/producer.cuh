@@ -102,9 +102,9 @@ __device__ __forceinline__ void run_producer(
                 k_block += ptx::lane_id();
                 float2 scales{};
                 if (k_block >= k_blocks) return scales;
-                scales.x = __ldg(scale + (first_k_block(tile) + k_block) * blocks.column);
+                scales.x = ptx::load_in_order(scale + (first_k_block(tile) + k_block) * blocks.column);
                 if constexpr (two_rows)
-                    scales.y = __ldg(second_scale + (first_k_block(tile) + k_block) * blocks.column);
+                    scales.y = ptx::load_in_order(second_scale + (first_k_block(tile) + k_block) * blocks.column);
                 return scales;
             };
 

@@ -39,6 +39,15 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// ---- Global memory ---------------------------------------------------------------------------------------------
+
+// Reads a number here: the compiler moves an __ldg, or ld.global.nc, behind barriers and TMA loads that follow it.
+__device__ __forceinline__ float load_in_order(const float* address) {
+    float value;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(__cvta_generic_to_global(address)));
+    return value;
+}
+
 // ---- Threads and clusters --------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t lane_id() {
