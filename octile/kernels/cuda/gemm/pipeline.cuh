@@ -23,8 +23,7 @@ constexpr int store_box_bytes = 64 * store_columns * out_bytes;
 constexpr int store_boxes = waves * config::tile_n / store_columns;  // of a warpgroup
 
 // A tile that the producer passes to the consumers, in the first stage that it takes. m < 0: there is none any more.
-// GEMMs of few rows take 0.94 to 1.01 of the time then, but those of more rows, whose consumers find the next tile while
-// the tensor cores multiply, up to 1.05 times as long.
+// GEMMs of few rows take 0.97 to 1.02 of the time then, 0.995 on average (benchmarks/history/gemm-few-rows).
 struct alignas(16) PassedTile {
     int m, n, group, m_end;
 };
