@@ -22,6 +22,7 @@ from octile.bench.drawn import default_seed, drawn_cases
 from octile.bench.gemm_case import MAX_DIFFERENCE, prepare_case
 from octile.bench.gemm_peers import peer_calls
 from octile.bench.gemm_table import (
+    CLEAN,
     COMPILED,
     DIFFERENCE,
     GRAPH,
@@ -31,7 +32,7 @@ from octile.bench.gemm_table import (
     gemm_table,
     legend,
 )
-from octile.bench.kernel_time import graph_seconds, host_seconds, wait_for_gpu, work_seconds
+from octile.bench.kernel_time import Calls, graph_seconds, host_seconds, kernel_seconds, wait_for_gpu, work_seconds
 from octile.bench.rows import Row, compare
 from octile.bench.shapes import Case
 from octile.bench.subprocess_call import call_in_subprocess
@@ -46,6 +47,8 @@ MAX_PROCESSES = 12  # cases that are tried at the same time
 TRIAL_BYTES = 14e9  # of the GPU's memory, for the largest of them
 TRIAL_SECONDS = 150.0  # for one case: start, compile its kernel and its peers', run them
 ALL_SECONDS = 280.0  # after which no further case is tried
+ROUNDS = 20
+FEW_ROWS = 256  # up to which a dense GEMM is also measured with a clean L2 cache
 
 
 def rows(chosen: str | None = None, seed: int | None = None) -> Iterator[Row]:
@@ -150,13 +153,15 @@ def _rows(case: Case, device: str) -> Iterator[Row]:
     measured = setup.check(setup.call, expected, setup.out, MAX_DIFFERENCE)
     others = peer_calls(setup, expected)
     calls = {"octile": setup.call, **others}
-    times = work_seconds(calls, rounds=20)
+    times = work_seconds(calls, ROUNDS)
     name, what, goal, ours = case.name, case.what, case.drawn or None, times.pop("octile")
     speed = case.flops / ours / 1e12
     for peer, taken in times.items():
         yield compare(name, what, speed, "TFLOP/s", peer, case.flops / taken / 1e12, goal)
     if not times:
         yield Row(name, what, speed, "TFLOP/s", goal=goal)
+    if goals.DEEP_GEMM in others and case.kind == "dense" and case.m <= FEW_ROWS and not case.tiles:
+        yield from _clean_rows(case, {"octile": setup.call, goals.DEEP_GEMM: others[goals.DEEP_GEMM]})
     yield Row(name, what, setup.bytes / ours / 1e9, "GB/s")
     yield Row(name, what, ours * 1e6, "µs")
     yield Row(name, what, measured, DIFFERENCE)
@@ -168,6 +173,15 @@ def _rows(case: Case, device: str) -> Iterator[Row]:
             yield Row(name, what, kernel.registers, REGISTERS)
             yield Row(name, what, kernel.shared_bytes / 2**10, SHARED)
             yield Row(name, what, kernel.seconds, COMPILED)
+
+
+def _clean_rows(case: Case, calls: Calls) -> Iterator[Row]:
+    try:
+        times = kernel_seconds(calls, ROUNDS, clean=True)
+    except RuntimeError as error:
+        return _leave_out(case, f"clean L2: {error}")
+    ours, theirs = (case.flops / taken / 1e12 for taken in times.values())
+    yield compare(case.name, case.what, ours, CLEAN, goals.DEEP_GEMM_CLEAN, theirs, case.drawn or None)
 
 
 def kernel_of(case: Case) -> GemmConfig | None:

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from octile.bench.rows import Row, align_columns
 
 HOST, GRAPH, DIFFERENCE = "µs of host", "µs in a graph", "difference"  # units
+CLEAN = "TFLOP/s, clean L2"  # of the ratio to a peer in the same state
 REGISTERS, SHARED, COMPILED = "registers", "KiB of shared memory", "s to compile"
 LEGEND = """\
 case: M×N×K of x[M, K] · w[N, K]ᵀ, with the number of groups before it (wgrad: K is the tokens of a group)
 × peer: octile's speed / the peer's speed, higher is better. GB/s: bytes of operands and output, each once
 difference: 1 − 2Σxy / Σ(x²+y²) from the high-precision GEMM"""
 GPU_LEGEND = {  # unit: what its column means
+    CLEAN: "clean L2: flushed by reading, as between the layers of a model; otherwise by writing, and what is read "
+    "first waits until that is written back",
     HOST: "host: until a call returns, the mean of 100 calls, the minimum of ten such means; graph: a replay",
     REGISTERS: "registers per thread, shared memory per block, seconds of compilation by NVRTC "
     "(`octile doctor --kernels` also times NVCC)",

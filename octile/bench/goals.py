@@ -70,6 +70,7 @@ def attention_goal(heads: int, cache_format: str) -> str:
 
 HOST_FLOOR, HOST_AIM = 25.0, 10.0  # µs until a warm call returns
 DEEP_GEMM = "DeepGEMM"
+DEEP_GEMM_CLEAN = "DeepGEMM, clean L2"  # both after a flush by reading (`kernel_time`)
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,8 @@ GOALS = (
     Goal("dense, large", shapes.LARGE, "cuBLASLt fast", each=(None, 0.97)),
     Goal("dense, M = 128", shapes.M128, DEEP_GEMM, **FEW_ROWS),
     Goal("dense, M = 1 … 64", shapes.FEWER, DEEP_GEMM, mean=(0.97, 1.12)),
+    Goal("dense, M = 128", shapes.M128, DEEP_GEMM_CLEAN, **FEW_ROWS),
+    Goal("dense, M = 1 … 64", shapes.FEWER, DEEP_GEMM_CLEAN, mean=(0.97, 1.12)),
     Goal("1D1D, FP32 +=", shapes.ACCUMULATED, DEEP_GEMM, **ACCUMULATED),
     Goal("1D1D, BF16 store", shapes.BOTH_TILES, "octile 1D2D", each=(None, 0.93)),
     Goal("wgrad, grouped", shapes.WGRAD, DEEP_GEMM, mean=(1.05, 1.30)),
@@ -130,6 +133,8 @@ GOALS = (
     Goal("drawn, dense, 257 … 2,047 rows", drawn.MIDDLE, DEEP_GEMM),
     Goal("drawn, dense, 8 … 256 rows", drawn.FEW_ROWS, DEEP_GEMM, **FEW_ROWS),
     Goal("drawn, dense, 1 … 7 rows", drawn.FEWEST_ROWS, DEEP_GEMM),
+    Goal("drawn, dense, 8 … 256 rows", drawn.FEW_ROWS, DEEP_GEMM_CLEAN, **FEW_ROWS),
+    Goal("drawn, dense, 1 … 7 rows", drawn.FEWEST_ROWS, DEEP_GEMM_CLEAN),
     Goal("drawn, 1D1D, FP32 +=", drawn.WEIGHT_GRADIENTS, DEEP_GEMM, **ACCUMULATED),
     Goal("drawn, grouped", drawn.EXPERTS, DEEP_GEMM, **GROUPED),
     Goal("drawn, masked", drawn.DECODING_EXPERTS, DEEP_GEMM, **MASKED),

@@ -6,7 +6,8 @@
     graph_seconds    a replay of the call captured in a CUDA graph
 
 Before each measured call, one kernel flushes the L2 cache. In the profiler's record this kernel marks the beginning of
-the next call.
+the next call. It writes, as in DeepGEMM's benchmark, so what a call reads first has to drive out lines that are written
+back: some µs for GEMMs of few rows. After a flush by reading the cache is clean, as between the layers of a model.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -23,27 +25,34 @@ from octile.bench.timing import FLUSH_BYTES, seconds
 from octile.train.step.kernel_records import KernelRecord, kernels_of
 
 CALLS, REPEATS = 100, 10  # of `host_seconds`
+READ_COLUMNS = 8192  # of the matrix whose rows' maxima are taken to flush the L2 cache by reading
 Calls = Mapping[str, Callable[[], object]]
 
 
-def kernel_seconds(calls: Calls, rounds: int = 20) -> dict[str, float]:
+def kernel_seconds(calls: Calls, rounds: int = 20, clean: bool = False) -> dict[str, float]:
     """Measure the median kernel time of each call. Calls are interleaved, so that heat and clocks affect all of them.
+
+    Args:
+        calls: by name.
+        rounds: number of measurements of each.
+        clean: the L2 cache is flushed by reading; otherwise by writing.
 
     Raises:
         RuntimeError: the profiler did not record every kernel; on some machines it has no access to the device.
     """
-    flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    memory = torch.zeros(FLUSH_BYTES // 4 // READ_COLUMNS, READ_COLUMNS, dtype=torch.int32, device="cuda")
+    flush = partial(torch.amax, memory, 1, out=memory.new_empty(len(memory))) if clean else memory.bitwise_not_
     for _ in range(2):
         for call in calls.values():
             call()
-    marker = {kernel.name for kernel in record_kernels(lambda: [flush.bitwise_not_() for _ in range(3)])}
+    marker = {kernel.name for kernel in record_kernels(lambda: [flush() for _ in range(3)])}
     if len(marker) != 1:
         raise RuntimeError(f"the profiler recorded {len(marker)} kernels instead of one")
 
     def interleaved() -> None:
         for _ in range(rounds):
             for call in calls.values():
-                flush.bitwise_not_()
+                flush()
                 call()
 
     times = seconds_between(record_kernels(interleaved), marker.pop(), rounds * len(calls))

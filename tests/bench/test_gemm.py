@@ -78,6 +78,37 @@ def test_the_goals_find_the_rows_of_the_benchmark(gpu):
     assert {row.against.peer for row in rows if row.against} == {"torch FP32"}
 
 
+@pytest.fixture
+def deep_gemm(gpu, monkeypatch):
+    """DeepGEMM as the only peer, which takes 3 ms, and 2 ms with a clean L2 cache."""
+    monkeypatch.setattr(gemm, "peer_calls", lambda setup, expected: {"DeepGEMM": setup.call})
+    monkeypatch.setattr(gemm, "work_seconds", lambda calls, rounds: {"octile": 1e-3, "DeepGEMM": 3e-3})
+    monkeypatch.setattr(gemm, "kernel_seconds", lambda calls, rounds, clean: {"octile": 1e-3, "DeepGEMM": 2e-3})
+
+
+def ratios(rows):
+    return {row.against.peer: row.against.ratio for row in rows if row.against}
+
+
+def test_few_rows_are_also_compared_with_a_clean_cache(deep_gemm):
+    few = ratios(gemm.rows("list"))
+    assert few == {"DeepGEMM": pytest.approx(3), "DeepGEMM, clean L2": pytest.approx(2)}
+
+
+def test_many_rows_are_not(deep_gemm, monkeypatch):
+    monkeypatch.setattr(shapes, "GPU", [Case("dense", 257, 16, 128)])
+    assert ratios(gemm.rows("list")) == {"DeepGEMM": pytest.approx(3)}
+
+
+def test_a_clean_cache_that_could_not_be_measured_is_reported(deep_gemm, monkeypatch, capsys):
+    def refused(calls, rounds, clean):
+        raise RuntimeError("no access")
+
+    monkeypatch.setattr(gemm, "kernel_seconds", refused)
+    assert set(ratios(gemm.rows("list"))) == {"DeepGEMM"}
+    assert "left out: 32×16×128 FP8: clean L2: no access" in capsys.readouterr().err
+
+
 def test_drawn_shapes_follow_those_of_the_list(gpu, monkeypatch, capsys):
     monkeypatch.setattr(gemm, "drawn_cases", lambda seed: [Case("dense", seed, 16, 128, drawn="large")])
     assert {row.case for row in gemm.rows(seed=5)} == {*(case.name for case in CASES), "5×16×128"}

@@ -22,5 +22,6 @@ def test_a_gemm_is_a_line_and_a_peer_a_column():
 
 def test_the_legend_explains_no_column_that_is_not_there():
     assert "host" not in legend(ROWS)
+    assert "clean" not in legend(ROWS)
     assert "registers" not in legend(ROWS)
     assert "host: until a call returns" in legend([*ROWS, Row("1×2×3", "FP8", 9.0, "µs of host")])

@@ -45,6 +45,13 @@ def test_an_aim_alone_has_no_floor():
     assert verdict(rows(0.98, peer="cuBLASLt fast")).floor is None
 
 
+def test_a_clean_cache_is_judged_apart():
+    clean = rows(1.07, shapes.M128, goals.DEEP_GEMM_CLEAN)
+    written, read = goals.judge([*rows(1.03, shapes.M128), *clean])
+    assert (written.mean, read.mean) == (pytest.approx(1.03), pytest.approx(1.07))
+    assert (written.floor, read.floor) == (False, True)
+
+
 def test_every_shape_counts_for_a_goal():
     listed = [goal.cases for goal in goals.GOALS if not isinstance(goal.cases, DrawnClass)]
     assert {case for cases in listed for case in cases} == set(shapes.GPU)
