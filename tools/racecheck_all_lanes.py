@@ -73,6 +73,7 @@ CHANGES = {  # by file; each text must be found once
                 }
                 pipeline.full[pipeline.stage].arrive_unless(elected);
 """,
+        "if (config::passes_tiles && ptx::lane_id() == 0) pipeline": "if (config::passes_tiles) pipeline",
     },
 }
 # Mnemonics of SASS, by their beginning. Constants are read by LDC or ULDC, as the compiler likes.

@@ -90,7 +90,7 @@ def _generate(problem: Problem, chip: Chip) -> Iterator[GemmConfig]:
                 for cluster_m, cluster_n in CLUSTERS:
                     if not chip.clusters(cluster_m * cluster_n):
                         continue
-                    if (cluster_m > 1 and p.m <= tile_m) or (cluster_n > 1 and p.n <= tile_n):  # one block has no tile
+                    if (cluster_m > 1 and p.m <= tile_m) or (cluster_n > 1 and p.n <= tile_n):  # a block without a tile
                         continue
                     for accumulators in (1, 2):
                         shape = (tile_m, tile_n, warpgroups, ping_pong, cluster_m, cluster_n, accumulators)

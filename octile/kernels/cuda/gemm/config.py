@@ -151,11 +151,11 @@ class GemmConfig:
 
     @property
     def passes_tiles(self) -> bool:
-        """The producer passes tiles to the consumers, which otherwise find them themselves: faster with few rows."""
-        is_of_few_rows = self.warpgroups == 1 or self.accumulators > self.waves
+        """The producer passes tiles to the consumers, which otherwise find them themselves: faster with small tiles."""
+        is_small = self.warpgroups == 1 or self.accumulators > self.waves
         is_simple = self.cluster_size == self.split_k == self.pipelines == 1
         has_block_scales = Scales.PER_BLOCK in (self.a_scales, self.b_scales)
-        return is_of_few_rows and is_simple and has_block_scales and self.schedule in (Schedule.DENSE, Schedule.MASKED)
+        return is_small and is_simple and has_block_scales and self.schedule in (Schedule.DENSE, Schedule.MASKED)
 
     @property
     def producer_registers(self) -> int:

@@ -61,6 +61,7 @@ constexpr int last_split = passed_tiles + (config::passes_tiles ? stages * int(s
 constexpr int groups = last_split + 4 * config::warpgroups;
 constexpr int bytes = groups + (config::max_groups > 0 ? int(sizeof(Groups)) : 0);
 static_assert(bytes == config::shared_bytes, "config.py computes the same");
+static_assert(!config::passes_tiles || passed_tiles % sizeof(PassedTile) == 0, "a tile is stored at once");
 
 constexpr int stage_bytes = (config::tile_m + config::tile_n) * 128 + (a_row_scales ? config::tile_m * 4 : 0) +
                             (b_row_scales ? config::tile_n * 4 : 0);  // that TMA writes

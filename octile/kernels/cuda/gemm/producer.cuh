@@ -54,7 +54,7 @@ __device__ __forceinline__ void run_producer(
         synced = true;
     };
 
-    auto pass_tile = [&](const PassedTile& passed) {
+    auto pass_tile = [&](const PassedTile& passed) {  // before its first stage is committed: it has a k-block
         if constexpr (!config::passes_tiles) return;
         pipeline.producer_acquire();
         __syncwarp();

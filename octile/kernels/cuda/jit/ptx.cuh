@@ -375,7 +375,8 @@ __device__ __forceinline__ void wait_and_launch_dependents() {
     launch_dependents();
 }
 
-// Loads 16 bytes that no kernel writes, here and not where they are used, and that no other thread block reads.
+// Loads 16 bytes that no kernel writes, and that no other thread block reads, before what follows needs them; ptxas may
+// move it past a barrier (`load_in_order`).
 __device__ __forceinline__ uint4 load_weight_16(const void* from) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {%0, %1, %2, %3}, [%4];"

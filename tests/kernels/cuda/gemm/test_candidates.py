@@ -131,6 +131,14 @@ def test_masked_groups_of_many_rows_get_tiles_of_three_warpgroups(n: int, k: int
     assert (config.tile_m, config.tile_n, config.cluster_n) == (192, 128, 2)
 
 
+@pytest.mark.parametrize(
+    "problem", [Problem(24, 4096, 4096, 6, Schedule.MASKED), Problem(4, 32768, 512, transposable=True)]
+)
+def test_few_rows_that_wait_for_memory_take_no_cluster(problem: Problem):
+    """In the first GEMM 64×192 took 0.97 of the time of 64×96 in clusters (benchmarks/history/cost-model)."""
+    assert choose(rounded(problem), H200).cluster_size == 1
+
+
 def test_neighbouring_sizes_share_a_kernel():
     assert choose(Problem(4001, 4096, 7168), H200) == choose(Problem(4090, 4096, 7168), H200)
     assert len({rounded(Problem(m, 7168, 2048)).m for m in range(1, 257)}) == 17
