@@ -150,12 +150,17 @@ class GemmConfig:
         return self.a_scales is self.b_scales is Scales.PER_ROW
 
     @property
+    def has_block_scales(self) -> bool:
+        """One operand has 128×128 scales, which the producer reads."""
+        return Scales.PER_BLOCK in (self.a_scales, self.b_scales)
+
+    @property
     def passes_tiles(self) -> bool:
         """The producer passes tiles to the consumers, which otherwise find them themselves: faster with small tiles."""
         is_small = self.warpgroups == 1 or self.accumulators > self.waves
         is_simple = self.cluster_size == self.split_k == self.pipelines == 1
-        has_block_scales = Scales.PER_BLOCK in (self.a_scales, self.b_scales)
-        return is_small and is_simple and has_block_scales and self.schedule in (Schedule.DENSE, Schedule.MASKED)
+        can_pass = self.has_block_scales and self.schedule in (Schedule.DENSE, Schedule.MASKED)
+        return is_small and is_simple and can_pass
 
     @property
     def producer_registers(self) -> int:
@@ -224,7 +229,7 @@ class GemmConfig:
         staging = self.warpgroups * self.staged_boxes * self.store_box_bytes
         groups = 4 * (2 * self.max_groups + 3) if self.max_groups else 0
         # 128×128 scales of 64 k-blocks, two for each k-block, stored twice
-        block_scales = 64 * 16 * self.pipelines if Scales.PER_BLOCK in (self.a_scales, self.b_scales) else 0
+        block_scales = 64 * 16 * self.pipelines if self.has_block_scales else 0
         return staging + block_scales + (20 if self.load_c else 4) * self.warpgroups + groups
 
     @property
