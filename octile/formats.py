@@ -126,8 +126,8 @@ class FloatFormat:
         """Round to nearest, ties to even, and return the encoded values.
 
         UE8M0 has no mantissa, so that the significand is always 1, which is odd, and ties round up (1.5 → 2, 3 → 4).
-        Below 2⁻¹²⁶ its spacing is 2⁻¹²⁶, as that of FP32, and what would round to zero becomes 2⁻¹²⁷. Zero and negative
-        numbers, which it cannot express, become NaN.
+        Positive numbers below its smallest, 2⁻¹²⁷, become 2⁻¹²⁷. Zero and negative numbers, which it cannot express,
+        become NaN.
 
         Args:
             x: any shape, a floating-point dtype that FP32 contains (float64 would be rounded twice).
@@ -154,6 +154,8 @@ class FloatFormat:
         odd = significand >> shift & 1
         count = (2 * significand + (1 << shift) - 1 + odd) >> shift + 1  # doubled, so that a shift by 0 rounds too
         encoded = ((field - first_field).clamp(min=0) << self.mantissa_bits) + count
+        if not self.signed:  # encoded value 0 is 2⁻¹²⁷ instead of zero: the tie with 2⁻¹²⁶ is 1.5 · 2⁻¹²⁷
+            encoded = encoded.masked_fill(magnitude < 3 << FP32_MANTISSA - 2, 0)
 
         too_large = self._max_encoded + (self.has_nan and not saturate)  # the next one after the largest: Inf or NaN
         encoded = encoded.clamp(max=too_large)

@@ -293,7 +293,7 @@ def test_rounding_twice_changes_nothing(fmt):
 @every_tabled
 def test_rounding_is_off_by_at_most_half_the_spacing(fmt):
     x = torch.from_numpy(np.abs(random_bits(20_000))).double()
-    x = x[(x >= 2 * fmt.smallest_normal) & (x <= fmt.max)]  # UE8M0 is coarser in its lowest binade
+    x = x[(x >= fmt.smallest_normal) & (x <= fmt.max)]
     spacing = fmt.epsilon * 2.0 ** x.log2().floor()
     assert ((fmt.round(x.float()).double() - x).abs() <= spacing / 2).all()
 
@@ -330,6 +330,11 @@ def test_ue8m0_has_neither_zero_nor_negative_numbers():
 
 def test_ue8m0_rounds_to_nearest_and_ties_up():
     assert UE8M0.round(floats(1.0, 1.49, 1.5, 2.99, 3.0, 6.0)).tolist() == [1, 1, 2, 2, 4, 8]
+
+
+def test_ue8m0_rounds_to_nearest_also_where_fp32_is_subnormal():
+    x = torch.tensor([1.01, 1.49, 1.5, 1.99, 2.99, 3.0], dtype=torch.float64) * 2.0**-127
+    assert (UE8M0.round(x.float()).double() * 2.0**127).tolist() == [1, 1, 2, 2, 2, 4]
 
 
 def test_ue8m0_ends_at_its_smallest_value():
