@@ -194,7 +194,9 @@ def swiglu_work(channels: int, rows: float) -> Iterator[Work]:
 def dense_work(c: ModelConfig, tokens: int, saved: bool) -> Iterator[Work]:
     """The feed-forward part of a layer without experts."""
     d, i = c.hidden_size, c.intermediate_size
-    yield from _norm_before(d, tokens, saved, bytes_per_channel=3)
+    yield from _norm_before(d, tokens, bytes_per_channel=3)
+    if not saved:
+        yield _norm_again(d, tokens)
     yield from _shared(d, i, tokens)
 
 
@@ -217,7 +219,12 @@ def mixture_work(
     rows = load * tokens * k + local * 128 / 2  # an expert's rows begin at a multiple of 128
     passed = rows * (1 + spare_rows)
     # forward high precision for the gate, too; backward also the gradients of gate, experts and shared experts
-    yield from _norm_before(d, tokens, saved, bytes_per_channel=5, backward_bytes_per_channel=12)
+    yield from _norm_before(d, tokens, bytes_per_channel=5, backward_bytes_per_channel=12)
+    if not saved:
+        yield Work("norm", "input_gradient", bytes=5 * tokens * d)  # of the gate, in high precision, too
+        yield _norm_again(d, tokens)  # of the shared experts
+        if ep == 1:  # of the experts; on several ranks they save the rows that they were sent
+            yield _norm_again(d, tokens)
     yield from bf16_linear(tokens, c.n_routed_experts, d, GATE_TERMS)
     for phase in PHASES[:2]:
         yield Work("copy", phase, bytes=8 * tokens * c.n_routed_experts, calls=SMALL_ROUTING_KERNELS)
@@ -259,15 +266,16 @@ def prediction_work(c: ModelConfig, tokens: int) -> Iterator[Work]:
     yield Work("copy", "input_gradient", bytes=8 * tokens * d)
 
 
-def _norm_before(
-    d: int, tokens: int, saved: bool, bytes_per_channel: int, backward_bytes_per_channel: int = 8
-) -> Iterator[Work]:
+def _norm_before(d: int, tokens: int, bytes_per_channel: int, backward_bytes_per_channel: int = 8) -> Iterator[Work]:
     """The norm that quantizes a feed-forward part's input, and the residual sum."""
     yield Work("norm", "forward", bytes=bytes_per_channel * tokens * d)
     yield Work("copy", "forward", bytes=6 * tokens * d)
-    if not saved:
-        yield Work("norm", "input_gradient", bytes=3 * tokens * d)
     yield Work("norm_backward", "input_gradient", bytes=backward_bytes_per_channel * tokens * d)
+
+
+def _norm_again(d: int, tokens: int) -> Work:
+    """The norm recomputed in the backward pass of a function that reads it quantized."""
+    return Work("norm", "input_gradient", bytes=3 * tokens * d)
 
 
 def _shared(d: int, i: int, tokens: int) -> Iterator[Work]:
