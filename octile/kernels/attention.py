@@ -77,6 +77,9 @@ def forward(
 
 def forward_to_all_on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attend to all keys on a CPU; returns o [B, S, H, V], contiguous, and lse [B, H, S] float32."""
+    b, s, h, _ = q.shape
+    if not s or not h:  # torch 2.13 divides by them, which ends the process
+        return q.new_empty(b, s, h, v.shape[-1]), q.new_empty(b, h, s, dtype=torch.float32)
     width = max(q.shape[-1], v.shape[-1])
     q_BHSX, k_BHLX, v_BHLV = (_pad_channels(t, width).transpose(1, 2) for t in (q, k, v))
     o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q_BHSX, k_BHLX, v_BHLV, 0.0, False, scale=scale)

@@ -180,6 +180,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> None:
     if not n_keys:
         raise ValueError(f"k must have a key, not {tuple(k.shape)}")
     check_like("k", k, q, (b, n_keys, h, x))
+    if v.dim() != 4:
+        raise ValueError(f"v must be [B, L, H, V], not {tuple(v.shape)}")
     check_like("v", v, q, (b, n_keys, h, v.shape[-1]))
 
 

@@ -130,12 +130,21 @@ def test_meta_tensors_have_the_shapes_and_strides_of_real_ones(name: str):
         (lambda q, k, v: (q[0], k, v), ValueError, r"q must be \[B, S, H, X\], not \(7, 3, 24\)"),
         (lambda q, k, v: (q, k[..., 1:], v), ValueError, r"k must be \(2, 7, 3, 24\), not \(2, 7, 3, 23\)"),
         (lambda q, k, v: (q, k, v[:, 1:]), ValueError, r"v must be \(2, 7, 3, 16\), not \(2, 6, 3, 16\)"),
+        (lambda q, k, v: (q, k, v[0, 0, 0, 0]), ValueError, r"v must be \[B, L, H, V\], not \(\)"),
     ],
-    ids=["dtype", "dtypes", "dimensions", "k", "v"],
+    ids=["dtype", "dtypes", "dimensions", "k", "v", "scalar v"],
 )
 def test_arguments_that_do_not_fit_are_refused(change: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         attention(*change(*inputs()[:3]), SCALE)
+
+
+@pytest.mark.parametrize(("queries", "heads"), [(0, 3), (7, 0)])
+def test_attention_to_all_keys_of_no_queries_or_heads_is_empty(queries: int, heads: int):
+    q, k, v, _ = inputs()
+    o, lse = attention(q[:, :queries, :heads], k[:, :, :heads], v[:, :, :heads], SCALE, False)
+    assert o.shape == (2, queries, heads, 16)
+    assert lse.shape == (2, heads, queries)
 
 
 def test_attention_to_no_key_is_refused():
