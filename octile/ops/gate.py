@@ -395,8 +395,10 @@ def top_experts(scores: Tensor, n_chosen: int, n_group: int, topk_group: int, be
     if topk_group < n_group:
         scores_TGe = scores.unflatten(1, (n_group, -1))
         group_TG = scores_TGe.sort(dim=-1, descending=True).values[..., :best].sum(-1)
-        outside_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter_(1, _highest(group_TG, topk_group), False)
-        scores = scores_TGe.masked_fill(outside_TG[..., None], float("-inf")).flatten(1)
+        groups_TI = _highest(group_TG, topk_group).sort(dim=-1).values  # in order, so that ties go to the lower expert
+        group = scores_TGe.shape[-1]
+        experts_TS = (groups_TI[..., None] * group + torch.arange(group, device=scores.device)).flatten(1)
+        return experts_TS.gather(1, _highest(scores.gather(1, experts_TS), n_chosen))
     return _highest(scores, n_chosen)
 
 

@@ -297,6 +297,11 @@ def test_negative_scores_of_a_chosen_group_are_above_others():
     assert top_experts(torch.tensor([[-1.0, -2.0, -3.0, -4.0]]), 2, 2, 1, 2).tolist() == [[0, 1]]
 
 
+def test_infinitely_negative_scores_of_a_chosen_group_are_above_others():
+    scores = torch.tensor([[0.1, 0.2, 5.0, -torch.inf], [0.1, 0.2, -torch.inf, 5.0]])
+    assert top_experts(scores, 2, 2, 1, 1).tolist() == [[2, 3], [3, 2]]
+
+
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(0, 99))
 def test_without_ties_it_is_torchs_top_k(experts: int, tokens: int, seed: int):
     scores = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(seed))

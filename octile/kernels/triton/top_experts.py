@@ -16,7 +16,7 @@ LAST = tl.constexpr(2**31 - 1)  # above every index
 def choice_order(
     score, expert, exists, N_GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr, BEST: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """Return the order of scores [rows, groups, experts], in which those outside of the best groups are −∞."""
+    """Return the order of scores [rows, groups, experts], in which those outside of the best groups are absent."""
     order = tl.where(exists, order_of(score), ABSENT)
     if TOPK_GROUP < N_GROUP:
         highest = tl.max(order, axis=2)
@@ -30,8 +30,7 @@ def choice_order(
         for _ in tl.static_range(TOPK_GROUP):
             best, group_order = take_highest(group_order, group)
             outside = outside & (group != best)
-        score = tl.where(outside[:, :, None], float("-inf"), score)
-        order = tl.where(exists, order_of(score), ABSENT)
+        order = tl.where(outside[:, :, None], ABSENT, order)
     return order
 
 

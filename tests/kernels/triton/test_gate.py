@@ -115,6 +115,16 @@ def test_nan_and_infinities_are_treated_alike(settings: tuple[Any, ...]):
 
 
 @any_gpu
+def test_an_expert_that_is_switched_off_is_above_those_of_other_groups():
+    bias = torch.zeros(E)
+    bias[E // 2] = 9.0
+    bias[E // 2 + 1 :] = float("-inf")
+    settings = (2, 2, 1, 1, "sigmoid", True, 2.5)
+    _, experts, _ = kernel.launch(_logits(), bias, *settings, E)
+    assert experts.tolist() == [[E // 2, E // 2 + 1]] * len(experts)
+
+
+@any_gpu
 @pytest.mark.parametrize("settings", [(8, 8, 4, 2, "sigmoid", True, 2.5), (6, 1, 1, 1, "softmax", True, 1.0)], ids=str)
 def test_many_experts(settings: tuple[Any, ...]):
     logits = torch.randn(20, 256, generator=torch.Generator().manual_seed(0)).mul(64).round() / 16

@@ -105,7 +105,7 @@ __device__ __forceinline__ Chosen choose(Logit logit_of, const float* bias, floa
         }
 #pragma unroll
         for (int i = 0; i < per_lane; ++i)
-            if (lane + 32 * i < experts && !inside[i]) order[i] = order_of(minus_infinity());
+            if (!inside[i]) order[i] = absent;
     }
     int own = 0;  // lane k holds the expert of slot k, and its logit
     float own_logit = 0.0f;

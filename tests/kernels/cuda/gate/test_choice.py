@@ -65,6 +65,14 @@ def test_equal_logits_and_nan():
     assert experts.tolist() == [[0, 1, 2], [30, 0, 1]]
 
 
+@emulated
+def test_an_expert_that_is_switched_off_is_above_those_of_other_groups():
+    bias = torch.zeros(40)
+    bias[20], bias[21:] = 9.0, -math.inf
+    _, experts, _ = choose(torch.zeros(2, 40), bias, (2, 2, 1, 1, "sigmoid", True, 2.5), 40)
+    assert experts.tolist() == [[20, 21]] * 2
+
+
 def test_calls_that_the_kernel_does_not_take(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(request, "why_not_on", lambda device: None)
     logits, how = torch.zeros(2, 40), CHOICES["V2-Lite"]
