@@ -138,8 +138,8 @@ void quantize(
     const float* x, int64_t m, int64_t k, int64_t block_rows, int64_t block_columns, uint8_t* data, const Scale& scale
 ) {
 #pragma omp parallel for if (m * k >= MIN_PARALLEL_VALUES)
-    for (int64_t i = 0; i < (m + block_rows - 1) / block_rows; ++i) {
-        const int64_t first = i * block_rows, end = std::min(m, first + block_rows);
+    for (int64_t i = 0; i < m / block_rows + (m % block_rows > 0); ++i) {
+        const int64_t first = i * block_rows, end = first + std::min(m - first, block_rows);
         if (block_columns == 1) {  // a scale for each column
             std::vector<uint32_t> amax(k);
             std::vector<float> divisors(k);

@@ -257,6 +257,8 @@ def _check_scale_shape(
 ) -> None:
     if min(rows, cols) < 1:
         raise ValueError(f"{name}'s block must be at least 1×1, not {rows}×{cols}")
+    if dtype == torch.uint8 and data[-1] % 3:
+        raise ValueError(f"{name} must have E5M6's two values in three bytes, not rows of {data[-1]} bytes")
     *batch, m, k = shape = tuple(_logical_shape(data, dtype))
     fitting = (*batch, -(-m // rows), -(-k // cols))
     if scale != fitting:
@@ -264,8 +266,12 @@ def _check_scale_shape(
 
 
 def split_into_blocks(x: Tensor, rows: int, cols: int) -> Tensor:
-    """Split x [..., M, K] into blocks of R×C: [..., ⌈M/R⌉, R, ⌈K/C⌉, C], padded with zeros; a view where possible."""
+    """Split x [..., M, K] into blocks of R×C: [..., ⌈M/R⌉, R, ⌈K/C⌉, C], padded with zeros; a view where possible.
+
+    Blocks that are larger than x become as large as x.
+    """
     *batch, m, k = x.shape
+    rows, cols = min(rows, max(m, 1)), min(cols, max(k, 1))
     if m % rows or k % cols:
         x = F.pad(x, (0, -k % cols, 0, -m % rows))
     return x.reshape(*batch, -(-m // rows), rows, -(-k // cols), cols)

@@ -54,6 +54,17 @@ def spacing(y: Tensor, fmt: str) -> Tensor:
 # Quantized blocks
 
 
+@every_format
+@pytest.mark.parametrize("block", [(2**63 - 1, 2**63 - 1), (1_000_000, 128), (1, 2**63 - 1)], ids=str)
+def test_blocks_larger_than_the_matrix_end_at_its_edges(block, fmt):
+    x = matrix(5, 130)
+    like = min(block[0], 5), min(block[1], 130)
+    (data, scale), (expected, expected_scale) = quantize(x, *block, fmt, False), quantize(x, *like, fmt, False)
+    assert torch.equal(scale, expected_scale)
+    assert torch.equal(data.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(round_trip(x, block, fmt, False), round_trip(x, like, fmt, False))
+
+
 @given(
     **a_matrix, block=st.sampled_from(BLOCKS), fmt=st.sampled_from(["e4m3", "e5m2", "int8"]), power_of_2=st.booleans()
 )
