@@ -72,6 +72,8 @@ class FloatFormat:
             raise ValueError("mantissa_bits must be at least 1, not 0, with has_inf: the mantissa tells NaN from Inf")
         if not self.signed and self.mantissa_bits > 0:
             raise ValueError(f"mantissa_bits must be 0, not {self.mantissa_bits}, in a format without a sign")
+        if not self.signed and not self.has_nan:
+            raise ValueError("has_nan must be True, not False, in a format without a sign: its zero is NaN")
         top_field = self._max_encoded >> self.mantissa_bits  # of a finite number
         if top_field < 1:
             raise ValueError(f"exponent_bits must be more than {self.exponent_bits}: no normal number is left")
@@ -154,8 +156,9 @@ class FloatFormat:
         odd = significand >> shift & 1
         count = (2 * significand + (1 << shift) - 1 + odd) >> shift + 1  # doubled, so that a shift by 0 rounds too
         encoded = ((field - first_field).clamp(min=0) << self.mantissa_bits) + count
-        if not self.signed:  # encoded value 0 is 2⁻¹²⁷ instead of zero: the tie with 2⁻¹²⁶ is 1.5 · 2⁻¹²⁷
-            encoded = encoded.masked_fill(magnitude < 3 << FP32_MANTISSA - 2, 0)
+        if not self.signed:  # encoded value 0 is the smallest power of two instead of zero
+            tie = torch.tensor(1.5 * self.smallest_normal, dtype=torch.float32, device=x.device).view(torch.int32)
+            encoded = encoded.masked_fill(magnitude < tie, 0)
 
         too_large = self._max_encoded + (self.has_nan and not saturate)  # the next one after the largest: Inf or NaN
         encoded = encoded.clamp(max=too_large)

@@ -135,6 +135,7 @@ def test_encoded_values_are_as_wide_as_the_torch_dtype(fmt):
         ({"has_inf": True, "has_nan": False}, ValueError, "has_nan must be True, not False, with has_inf"),
         ({"has_inf": True, "mantissa_bits": 0}, ValueError, "mantissa_bits must be at least 1, not 0, with has_inf"),
         ({"signed": False}, ValueError, "mantissa_bits must be 0, not 3, in a format without a sign"),
+        ({"signed": False, "mantissa_bits": 0, "has_nan": False}, ValueError, "has_nan must be True, not False, in a"),
         ({"has_inf": True, "exponent_bits": 1}, ValueError, "exponent_bits must be more than 1: no normal number"),
     ],
 )
@@ -335,6 +336,11 @@ def test_ue8m0_rounds_to_nearest_and_ties_up():
 def test_ue8m0_rounds_to_nearest_also_where_fp32_is_subnormal():
     x = torch.tensor([1.01, 1.49, 1.5, 1.99, 2.99, 3.0], dtype=torch.float64) * 2.0**-127
     assert (UE8M0.round(x.float()).double() * 2.0**127).tolist() == [1, 1, 2, 2, 2, 4]
+
+
+def test_a_format_without_a_sign_rounds_to_nearest_from_its_smallest_value_on():
+    fmt = FloatFormat("ue5m0", 5, 0, 15, None, has_inf=False, signed=False)
+    assert fmt.encode(floats(0.5, 1.01, 1.49, 1.5, 2.99, 3.0) * 2.0**-15).tolist() == [0, 0, 0, 1, 1, 2]
 
 
 def test_ue8m0_ends_at_its_smallest_value():
