@@ -124,10 +124,15 @@ class ScaledTensor:
 
         Raises:
             KeyError: state lacks one of the two names.
+            TypeError: the dtype of the data or of the scale is none of a quantized tensor's.
             ValueError: the shape of the scale does not match the data and the block.
         """
         data, scale = state[name], state[f"{name}_scale_inv"]
-        matmul_ops.check_operand(name, data, scale, block, ndim=data.dim())
+        if data.dtype not in STORAGE_DTYPES.values():
+            raise TypeError(f"{name} must be float8_e4m3fn, float8_e5m2, int8 or uint8 (E5M6), not {data.dtype}")
+        if data.dim() < 2:
+            raise ValueError(f"{name} must be a matrix [..., M, K], not {tuple(data.shape)}")
+        quantize_ops.check_scale(name, data, scale, *block)
         return cls(data, scale, block)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -268,6 +268,22 @@ def test_its_state_dict_has_the_names_of_published_checkpoints():
     assert_same(ScaledTensor.from_state_dict(state, "mlp.weight"), q)
 
 
+@every_format
+def test_its_state_dict_is_read_back(fmt):
+    q = quantize(matrix(5, 130), fmt=fmt)
+    assert_same(ScaledTensor.from_state_dict(q.state_dict(), block=(1, 128)), q)
+
+
+def test_a_state_of_another_dtype_is_refused():
+    with pytest.raises(TypeError, match="weight must be float8_e4m3fn, float8_e5m2, int8 or uint8"):
+        ScaledTensor.from_state_dict({"weight": torch.zeros(2, 2), "weight_scale_inv": torch.ones(1, 1)})
+
+
+def test_packed_values_that_are_cut_are_refused():
+    with pytest.raises(ValueError, match="data must have E5M6's two values in three bytes, not rows of 4 bytes"):
+        ScaledTensor(torch.zeros(2, 4, dtype=torch.uint8), torch.ones(2, 1), (1, 128)).dequantize()
+
+
 def test_a_state_of_other_blocks_is_refused():
     state = quantize(matrix(200, 300), (1, 128)).state_dict()
     with pytest.raises(ValueError, match=r"weight's scale must be \(2, 3\) .* in blocks of 128×128, not \(200, 3\)"):

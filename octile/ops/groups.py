@@ -24,6 +24,7 @@ from octile.ops.quantize import check_device
 from octile.ops.scale_layouts import refuse_unless
 
 ROWS = 128  # of a tile
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}  # which torch can mask
 
 
 class AlignedGroups(NamedTuple):
@@ -91,7 +92,8 @@ def take_tiles(x: Tensor, tiles: Tensor) -> Tensor:
     """Copy the rows of x [T, K] to their tiles: [P, K], zeros where a tile has no row."""
     rows = (tiles[:, :1] + torch.arange(ROWS, dtype=torch.int32, device=x.device)).flatten()
     is_row = rows < tiles[:, 1].repeat_interleave(ROWS)
-    return x.index_select(0, torch.where(is_row, rows, 0)).masked_fill(~is_row[:, None], 0.0)
+    bits = x.view(torch.uint8 if x.itemsize == 1 else SIGNED.get(x.dtype, x.dtype))
+    return bits.index_select(0, torch.where(is_row, rows, 0)).masked_fill(~is_row[:, None], 0).view(x.dtype)
 
 
 def check_tiles(name: str, x: Tensor, tiles: Tensor | None) -> None:

@@ -206,13 +206,18 @@ def check_cache(cache: Tensor, latent_dim: int) -> None:
         raise TypeError(f"cache must be float32, bfloat16, float16 or, for FP8 rows, uint8, not {cache.dtype}")
     if cache.dim() != 3 or cache.shape[1] != PAGE or not cache.is_contiguous():
         raise ValueError(f"cache must be [P, {PAGE}, channels or bytes], contiguous, not {tuple(cache.shape)}")
-    is_fp8 = cache.dtype == torch.uint8
+    check_row(cache, latent_dim)
+
+
+def check_row(rows: Tensor, latent_dim: int) -> None:
+    """Raise ValueError if rows [..., channels], or [..., bytes] in FP8, cannot hold latents of C channels."""
+    is_fp8, size = rows.dtype == torch.uint8, rows.shape[-1]
     if is_fp8 and latent_dim % 4:
         raise ValueError(f"latents in FP8 must have a multiple of 4 channels, not {latent_dim}")
     least = row_bytes(latent_dim, 0) if is_fp8 else latent_dim
-    if latent_dim < 1 or cache.shape[2] < least or (is_fp8 and (cache.shape[2] - least) % 4):
+    if latent_dim < 1 or size < least or (is_fp8 and (size - least) % 4):
         unit = "bytes" if is_fp8 else "channels"
-        raise ValueError(f"rows of {cache.shape[2]} {unit} cannot hold latents of {latent_dim} channels")
+        raise ValueError(f"rows of {size} {unit} cannot hold latents of {latent_dim} channels")
 
 
 @operator(writes=("cache", "absorbed"))

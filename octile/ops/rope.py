@@ -144,7 +144,7 @@ def latent_keys_backward(dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> tu
     _check_gradients(dk, dv, cos, sin)
     n = dk.shape[-1] - 2 * cos.shape[1]
     dk_rope = rotated(dk[..., n:].sum(2, keepdim=True, dtype=torch.float32), cos, -sin)[:, :, 0]
-    return torch.cat((dk[..., :n], dv), dim=-1), dk_rope.to(dk.dtype)
+    return torch.cat((dk[..., :n], dv), dim=-1).contiguous(), dk_rope.to(dk.dtype)
 
 
 @latent_keys_backward.register_fake

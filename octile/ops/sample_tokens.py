@@ -51,7 +51,7 @@ def sample_tokens(
             masked: it is never chosen.
         seeds: int64 [L].
         positions: int64 [L], of the chosen tokens in their texts.
-        temperature: float32 [L]; where it is 0, the most likely token is chosen, the first of equally likely ones.
+        temperature: float32 [L], finite; where it is 0, the most likely token is chosen, the first of equally likely.
         top_k: int64 [L], at least 0: a token is sampled from this many most likely ones; 0 is all.
         top_p: float64 [L], above 0, at most 1: from the fewest most likely ones of these that have this share of their
             probability; 1 is all.

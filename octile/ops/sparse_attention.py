@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from octile.kernels.cuda.attention import sparse_mla as kernel
-from octile.ops.latent_cache import PAGE, check_cache, rope_dim_of, rows_in_float32
+from octile.ops.latent_cache import PAGE, check_cache, check_row, rope_dim_of, rows_in_float32
 from octile.ops.matmul import without_autocast
 from octile.ops.operator import operator
 from octile.ops.quantize import INPUT_DTYPES, check_device, check_input_dtype
@@ -218,6 +218,7 @@ def check_operands(q: Tensor, latents: Tensor, positions: Tensor, latent_dim: in
     if latents.dim() != 2:
         unit = "bytes" if latents.dtype == torch.uint8 else "W"
         raise ValueError(f"latents must be [T, {unit}], not {tuple(latents.shape)}")
+    check_row(latents, latent_dim)
     width = latent_dim + rope_dim_of(latents, latent_dim)
     if q.shape[2] != width:
         raise ValueError(f"q must have the {width} channels of latents, not {q.shape[2]}")

@@ -121,7 +121,8 @@ def temporary_bytes(whole: Mapping[tuple[int, int], int], divided: Mapping[tuple
 
 def _largest_batch(shapes: Mapping[tuple[int, int], int]) -> int:
     """The elements of the largest batch of matrices."""
-    return max((min(count * n * k, max(BATCH // (n * k), 1) * n * k) for (n, k), count in shapes.items()), default=0)
+    sizes = ((n * k, count) for (n, k), count in shapes.items() if n * k)
+    return max((min(count, max(BATCH // size, 1)) * size for size, count in sizes), default=0)
 
 
 def newton_schulz(u_BNK: Tensor) -> Tensor:
@@ -214,6 +215,8 @@ def _pieces(group: MatrixGroup) -> Iterator[_Piece]:
         shape = torch.Size((rows // group.merged, weight.shape[-1]))
         if row_shard is not None:
             yield _Piece(weight, gradient, momentum, copy, row_shard, shape, group)
+            continue
+        if not weight.numel():
             continue
         at_once = max(BATCH // shape.numel(), 1)
         w, g, m = (t.reshape(-1, *shape).split(at_once) for t in (weight, gradient, momentum))

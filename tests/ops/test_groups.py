@@ -54,6 +54,22 @@ def test_rows_are_copied_to_their_tiles_and_zeros_follow(counts: list[int], past
     assert not found[aligned + past :].any()
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint16, torch.bool, torch.bfloat16, torch.complex64]
+)
+def test_rows_of_any_dtype_are_copied_and_zeros_follow(dtype: torch.dtype):
+    tiles, _ = align_groups(ends([2]), 3)
+    x = torch.ones(3, 5).to(dtype)
+    found = take_tiles(x, tiles)
+    assert found.dtype == dtype
+    rows = found.view(torch.uint8).view(2, ROWS, -1)
+    one = x[:1].view(torch.uint8)
+    assert torch.equal(rows[0, :2], one.expand(2, -1))
+    assert torch.equal(rows[1, :1], one)
+    assert not rows[0, 2:].any()
+    assert not rows[1, 1:].any()
+
+
 def test_a_nan_stays_in_its_tile():
     tiles, _ = align_groups(ends([5, 6]), 11)
     x = torch.ones(11, 2)

@@ -37,6 +37,14 @@ def tiles(t: int = T, fmt: str = "e4m3") -> tuple[Tensor, Tensor]:
     return quantize(torch.randn(t, D, generator=torch.Generator().manual_seed(1)), 1, 128, fmt, True)
 
 
+@pytest.mark.parametrize("expert", [-1, 4])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_an_expert_that_does_not_exist_counts_for_no_sequence(expert: int, batch: int):
+    experts = torch.tensor([[0], [1], [expert], [2]])
+    with pytest.raises(RuntimeError, match="experts must be from 0 to 3, not"):
+        count_tokens(experts, 4, batch)
+
+
 @given(st.integers(0, 20), st.integers(1, 5), st.sampled_from(["e4m3", "e5m2", "int8"]), st.integers(0, 99))
 def test_permute_copies_each_row_to_its_destinations_with_its_scales(t: int, k: int, fmt: str, seed: int):
     (data, scale), row_ids = tiles(t, fmt), random_row_ids(t, k, seed)
@@ -320,7 +328,7 @@ def test_the_operators_are_well_formed():
         ((chosen(4, 2, 3), 0), ValueError, "the number of experts must be from 1 to 4096, not 0"),
         ((chosen(4, 2, 3), 3, 3), ValueError, "batch must divide the 4 tokens of experts, not be 3"),
         ((chosen(4, 2, 3), 3, 0), ValueError, "batch must divide the 4 tokens of experts, not be 0"),
-        ((torch.tensor([[0, 3]]), 3), RuntimeError, "index 3 is out of bounds"),
+        ((torch.tensor([[0, 3]]), 3), RuntimeError, "experts must be from 0 to 2, not 0 to 3"),
     ],
 )
 def test_counts_that_cannot_be_made_are_refused(arguments, error, message: str):

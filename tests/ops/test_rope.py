@@ -99,6 +99,10 @@ CALLS: dict[str, Any] = {
     "rotate_and_copy_": lambda: (rotate_and_copy_, (tensor(B, S, H, N + R), tensor(B, S, H, R + 1), *COS_SIN)),
     "keys": lambda: (latent_keys, (tensor(B, S, H, N + V), tensor(B, S, R), *COS_SIN, N)),
     "gradients": lambda: (latent_keys_backward, (tensor(B, S, H, N + R), tensor(B, S, H, V), *COS_SIN)),
+    "gradients in other strides": lambda: (
+        latent_keys_backward,
+        (*(tensor(B, H, n, S).permute(0, 3, 1, 2) for n in (N + R, V)), *COS_SIN),
+    ),
     "no rotary channels": lambda: (latent_keys, (tensor(B, S, H, V), tensor(B, S, 0), *(t[:, :0] for t in COS_SIN), 3)),
 }
 

@@ -159,6 +159,7 @@ def test_the_paged_operator_is_well_formed(dtype: torch.dtype):
         ({"q": operands()[0][..., 1:]}, ValueError, "q must have the 24 channels of latents, not 23"),
         ({"latents": operands()[1][None]}, ValueError, r"latents must be \[T, W\]"),
         ({"latents": torch.zeros(T, 40).byte()}, ValueError, "q must have the 26 channels of latents, not 24"),
+        ({"latents": torch.zeros(T, 41).byte()}, ValueError, "rows of 41 bytes cannot hold latents of"),
         ({"latents": operands()[1].int()}, TypeError, "latents must be float32"),
         ({"latents": operands()[1].to("meta")}, ValueError, "q is on cpu but latents on meta"),
         ({"positions": POSITIONS.long()}, TypeError, "positions must be int32"),

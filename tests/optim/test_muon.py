@@ -93,6 +93,14 @@ def test_equals_torchs_muon_for_single_matrices():
         torch.testing.assert_close(own, other, rtol=0, atol=1e-7)  # their last operation is one fused multiply-add
 
 
+def test_a_matrix_without_elements_is_skipped():
+    empty, matrix_NK = torch.nn.Parameter(torch.ones(0, 4)), torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = muon([empty, matrix_NK])
+    empty.grad, matrix_NK.grad = torch.ones(0, 4), torch.eye(4)
+    optimizer.step()
+    assert (matrix_NK.diagonal() != 1).all()
+
+
 def test_the_original_factor_is_torchs():
     ours, theirs = parameters(shapes=MATRICES), parameters(shapes=MATRICES)
     train(muon(ours, adjust_lr_fn="original", momentum=0.5, weight_decay=0.3), ours, range(3))

@@ -32,15 +32,19 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
         IndexError: on the CPU, a label is out of range. On a GPU the loss is then NaN.
     """
     if not can_use_kernel(logits):
-        return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED)
+        return F.cross_entropy(_as_matrix(logits).float(), labels.flatten(), ignore_index=IGNORED)
     return mean_loss(cross_entropies(logits, labels), labels)
 
 
 def cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the loss of each row, float32 [...], 0 where it does not count; arguments as in `cross_entropy`."""
-    matrix, classes = logits.flatten(0, -2), labels.flatten()
+    matrix, classes = _as_matrix(logits), labels.flatten()
     losses = _CrossEntropy.apply(matrix, classes) if can_use_kernel(logits) else _cross_entropy(matrix, classes)
     return losses.view(labels.shape)
+
+
+def _as_matrix(logits: Tensor) -> Tensor:
+    return logits.reshape(-1, logits.shape[-1])
 
 
 def mean_loss(losses: Tensor, labels: Tensor) -> Tensor:

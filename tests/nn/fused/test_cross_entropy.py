@@ -107,6 +107,11 @@ def test_compiled_without_a_graph_break_it_is_the_same():
         assert torch.equal(found, expected)
 
 
+def test_a_row_without_leading_dimensions_is_a_row():
+    logits, label = torch.randn(50), torch.tensor(7)
+    assert torch.equal(cross_entropy(logits, label), cross_entropy(logits[None], label[None]))
+
+
 def test_a_label_out_of_range_is_refused_on_a_cpu():
     with pytest.raises(IndexError, match="50"):
         cross_entropy(torch.zeros(2, 50), torch.tensor([0, 50]))
