@@ -144,13 +144,15 @@ def pack_grouped_ue8m0(scale: Tensor, counts: Tensor, rows: int) -> Tensor:
     """
     for name, t in (("scale", scale), ("counts", counts)):
         check_tensor(name, t)
+    if not scale.shape[0]:
+        return torch.zeros(rows, scale.shape[1], dtype=torch.int32, device=scale.device)
     counts = counts.long()
     packed_counts = (counts + PER_INT - 1) // PER_INT
     row = torch.arange(rows, device=scale.device)
     group, first = _locate(row, packed_counts)
     source = PER_INT * first[:, None] + torch.arange(PER_INT, device=scale.device)
     in_bounds = (source < counts[group, None]) & (row < packed_counts.sum())[:, None]
-    source = ((counts.cumsum(0) - counts)[group, None] + source).clamp(max=max(scale.shape[0] - 1, 0))
+    source = ((counts.cumsum(0) - counts)[group, None] + source).clamp(max=scale.shape[0] - 1)
     exponents = to_ue8m0(scale)[source.flatten()].unflatten(0, source.shape) * in_bounds[..., None]
     return _join(exponents.mT)
 
@@ -168,6 +170,8 @@ def unpack_grouped_ue8m0(packed: Tensor, counts: Tensor, rows: int) -> Tensor:
     """
     for name, t in (("packed", packed), ("counts", counts)):
         check_tensor(name, t)
+    if not packed.shape[0]:
+        return torch.ones(rows, packed.shape[1], device=packed.device)
     counts = counts.long()
     packed_counts = (counts + PER_INT - 1) // PER_INT
     group, within = _locate(torch.arange(rows, device=packed.device), counts)

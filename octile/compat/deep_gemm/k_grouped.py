@@ -23,6 +23,7 @@ from octile.compat.deep_gemm.operands import (
     checked_integers,
     copy_c_to_d,
 )
+from octile.compat.deep_gemm.settings import get_mk_alignment_for_contiguous_layout
 from octile.ops.grouped import grouped_wgrad_out
 from octile.ops.matmul import check_operand, check_sizes
 from octile.ops.operator import check_tensor
@@ -51,7 +52,8 @@ def k_grouped_fp8_gemm_tn_contiguous(
         ks_cpu: the tokens of each group, multiples of 32. With use_psum_layout: None, [], or the tokens, exact or
             rounded up to the alignment.
         grouped_layout: int32 [G] on the device: the tokens of each group. With use_psum_layout: the end of each group;
-            the next one begins at the next multiple of the alignment, and a and b must be zero in between.
+            the next one begins at the next multiple of the alignment, and a and b must be zero in between. The
+            alignment must be a multiple of 32 if there is more than one group.
         c: None, or added; d itself, or a tensor of d's shape and dtype.
         recipe: (1, 1, gran_k), where gran_k is 128 or 32.
         compiled_dims: no effect.
@@ -180,6 +182,9 @@ def _check(
     ks = checked_ks(ks_cpu, d.shape[0], psum)
     if not psum and any(k % MIN_BLOCK for k in ks):
         raise ValueError(f"ks_cpu must be multiples of {MIN_BLOCK}, not {ks}")
+    alignment = get_mk_alignment_for_contiguous_layout()
+    if psum and d.shape[0] > 1 and alignment % MIN_BLOCK:
+        raise ValueError(f"the alignment must be a multiple of {MIN_BLOCK} with use_psum_layout, not {alignment}")
     check_cd(c, d, tuple(d.shape), device, contiguous=True)
     return ks, extents[2]
 

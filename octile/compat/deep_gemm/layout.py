@@ -60,6 +60,8 @@ def get_mn_major_tma_aligned_packed_ue8m0_tensor(sf: Tensor, psum_layout: Tensor
     ignored = sf == 0
     if psum_layout is not None:
         _check_groups("psum_layout", psum_layout, sf)
+        if not psum_layout.numel():
+            raise ValueError("psum_layout must have the end of a group, not none")
         check_ends(psum_layout, sf.shape[-2], name="psum_layout")
         row = torch.arange(sf.shape[-2], device=sf.device)
         ignored = ignored | (padding(psum_layout, sf.shape[-2]) | (row >= psum_layout[-1]))[:, None]

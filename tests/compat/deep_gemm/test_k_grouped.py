@@ -95,6 +95,21 @@ def test_a_scale_of_nan_reaches_its_group_and_not_the_gap_before_it():
     assert d[1].isnan().all()
 
 
+def test_groups_that_would_share_a_block_of_32_tokens_are_refused():
+    deep_gemm.set_mk_alignment_for_contiguous_layout(48)
+    pair, d = (torch.zeros(96, m, dtype=torch.float8_e4m3fn), torch.ones(2, m)), torch.zeros(2, m, m)
+    ends = torch.tensor([48, 96], dtype=torch.int32)
+    with pytest.raises(ValueError, match="alignment must be a multiple of 32 with use_psum_layout, not 48"):
+        deep_gemm.k_grouped_fp8_gemm_tn_contiguous(pair, pair, d, None, ends, use_psum_layout=True)
+
+
+def test_gradients_of_empty_groups_with_packed_scales_are_zero():
+    pair = torch.zeros(0, m, dtype=torch.float8_e4m3fn), torch.zeros(0, m, dtype=torch.int32)
+    d, sizes = torch.ones(2, m, m), torch.zeros(2, dtype=torch.int32)
+    deep_gemm.k_grouped_fp8_gemm_tn_contiguous(pair, pair, d, [0, 0], sizes)
+    assert not d.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_without_c_gradients_are_stored(dtype):
     ks = [128, 0]

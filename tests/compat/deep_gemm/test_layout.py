@@ -146,7 +146,14 @@ def test_groups_that_do_not_fit_their_scales_are_refused(changes, error, message
 
 
 @pytest.mark.parametrize(
-    ("ends", "error"), [([1, 2], TypeError), (SIZES.long(), TypeError), (SIZES, ValueError), (SIZES[None], ValueError)]
+    ("ends", "error"),
+    [
+        ([1, 2], TypeError),
+        (SIZES.long(), TypeError),
+        (SIZES, ValueError),
+        (SIZES[None], ValueError),
+        (SIZES[:0], ValueError),
+    ],
 )
 def test_ends_that_do_not_fit_their_scales_are_refused(ends, error):
     with pytest.raises(error, match="psum_layout must"):
