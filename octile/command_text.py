@@ -6,6 +6,7 @@ from pathlib import Path
 
 from octile.torchrun import processes_of_host
 
+MAX_PROMPT = 80  # characters of a prompt that is shown as a part of a command
 HUB_NAME = re.compile(r"(?!runs/)[a-z0-9][\w.-]{0,95}/[a-z0-9][\w.-]{0,95}", re.IGNORECASE | re.ASCII)
 
 
@@ -27,6 +28,12 @@ def path_argument(path: Path) -> str:
 def quoted_path(path: Path) -> str:
     """A path, quoted for a shell's command."""
     return shlex.quote(path_argument(path))
+
+
+def generate_command(model: Path, prompt: str) -> str:
+    """The command by which a model continues a prompt, for which it has TEXT if a line cannot show it whole."""
+    text = shlex.quote(prompt) if len(prompt) <= MAX_PROMPT and prompt.isprintable() else "TEXT"
+    return f"octile generate {quoted_path(model)} --prompt{'=' if prompt.startswith('-') else ' '}{text}"
 
 
 def how_to_download(path: Path, *files: str) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from octile.command_text import how_to_download, quoted_path, train_command
+from octile.command_text import generate_command, how_to_download, quoted_path, train_command
 
 
 @pytest.mark.parametrize("path", ["run", "a run's", "-dash", "-a run", "--out"])
@@ -13,6 +13,17 @@ def test_a_printed_path_is_the_same_path_and_no_option(path):
     (argument,) = shlex.split(quoted_path(Path(path)))
     assert Path(argument) == Path(path)
     assert not argument.startswith("-")
+
+
+@pytest.mark.parametrize("prompt", ["a", "it's [b] $HOME", "- a list", "--prompt", "é ｜"])
+def test_a_printed_command_has_the_prompt(prompt):
+    *_, folder, option = shlex.split(generate_command(Path("run"), prompt).replace("--prompt ", "--prompt="))
+    assert (folder, option) == ("run", f"--prompt={prompt}")
+
+
+@pytest.mark.parametrize("prompt", ["a\tb", "a\nb", "\x1b[31m", "1 " * 50])
+def test_a_prompt_that_a_line_does_not_show_is_left_to_the_reader(prompt):
+    assert generate_command(Path("a run"), prompt) == "octile generate 'a run' --prompt TEXT"
 
 
 @pytest.mark.parametrize("path", ["model", "a/b/c", "../model", "-dash/model", "owner/a b", "runs/tiny", "here/model"])

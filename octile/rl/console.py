@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,14 +9,13 @@ from statistics import fmean
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from octile.command_text import quoted_path
+from octile.command_text import generate_command, quoted_path
 from octile.report.run.lines import Record
 from octile.rl.prompts import Prompt
 from octile.text import format_duration
 from octile.train.run.console import LOG_LINES, RunConsole
 
 LAST = 10  # steps over which the reward at the end is averaged
-MAX_PROMPT = 80  # characters of a prompt that is printed as a part of a command
 
 
 class RLProgress:
@@ -96,6 +94,4 @@ def print_result(console: RunConsole, run: Path, summary: Record, prompt: Prompt
     if prompt.tokens is not None:  # a conversation, whose special tokens would be text there
         console.print(f"chat:   octile serve {quoted_path(run)}")
         return
-    is_short = len(prompt.prompt) <= MAX_PROMPT and not prompt.prompt.startswith("-")
-    text = shlex.quote(prompt.prompt) if is_short else "TEXT"
-    console.print(f"more:   octile generate {quoted_path(run)} --prompt {text} --temperature 1")
+    console.print(f"more:   {generate_command(run, prompt.prompt)} --temperature 1")

@@ -60,7 +60,7 @@ def test_a_run_says_where_no_reward_can_train(capsys, exact_folder, tmp_path):
 @pytest.mark.one_case
 @pytest.mark.parametrize(
     ("prompt", "words"),
-    [("it's [b] $HOME", """--prompt 'it'"'"'s [b] $HOME'"""), ("1 " * 50, "--prompt TEXT"), ("-1", "--prompt TEXT")],
+    [("it's [b] $HOME", """--prompt 'it'"'"'s [b] $HOME'"""), ("1 " * 50, "--prompt TEXT"), ("-1", "--prompt=-1")],
 )
 def test_the_printed_command_has_a_prompt_that_a_shell_reads_as_it_is(
     capsys, exact_folder, reward_file, tmp_path, prompt, words

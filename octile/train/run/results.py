@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shlex
 import shutil
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ import numpy.typing as npt
 
 from octile.atomic_files import write_json, write_text
 from octile.checkpoint.hugging_face import save
-from octile.command_text import quoted_path
+from octile.command_text import generate_command, quoted_path
 from octile.formats import E4M3
 from octile.models.counts import count_parameters
 from octile.nn.linear import RecipeHolder
@@ -121,7 +120,7 @@ def _more(config: TrainConfig, store: TokenStore, run: RunFolder, prompt: str) -
         return f"octile serve {quoted_path(run.path)}"
     if not prompt or (config.prompt is None and config.data in PYTHON):
         prompt = MORE_PROMPT
-    return f"octile generate {quoted_path(run.path)} --prompt {shlex.quote(prompt)}"
+    return generate_command(run.path, prompt)
 
 
 def _last_ema_val_loss(records: Run, steps: int) -> float | None:
