@@ -65,20 +65,23 @@ def explaining_failures(how_to_continue: Callable[[], str]) -> Iterator[None]:
         raise
 
 
-def check_space(folder: Path, needed: int) -> None:
+def check_space(folder: Path, needed: int, instead: str) -> None:
     """Refuse to begin what writes more than the file system has room for.
 
     Args:
         folder: where it writes; exists.
         needed: the bytes that it is going to write.
+        instead: what to do about it.
 
     Raises:
-        OSError: fewer bytes are free; the message has both numbers. The exception names the folder.
+        OSError: fewer bytes are free; the message has the folder and both numbers. It has no `errno`, as an error of a
+            disk that becomes full has: nothing is lost.
     """
     free = shutil.disk_usage(folder).free
     if needed > free:
-        reason = f"{os.strerror(errno.ENOSPC)}: {needed / 1e6:,.0f} MB are needed, {free / 1e6:,.0f} MB are free"
-        raise OSError(errno.ENOSPC, reason, str(folder))
+        raise OSError(
+            f"{folder} has too little room: {needed / 1e6:,.0f} MB are needed, {free / 1e6:,.0f} MB are free; {instead}"
+        )
 
 
 def check_output_file(name: str, path: Path, *endings: str) -> None:

@@ -17,6 +17,7 @@ from octile.train.optimizer import make_optimizer
 from octile.train.run.folder import RunFolder
 
 KEPT = 2  # checkpoints that stay when a third one is written
+ANOTHER_OUT = "make room, or name another --out"
 
 
 def check_disk_space(config: TrainConfig, run: RunFolder, checkpoints: Store, done: int) -> None:
@@ -42,12 +43,16 @@ def check_disk_space(config: TrainConfig, run: RunFolder, checkpoints: Store, do
         return checkpoint * (min(stored + to_write, most) - min(stored, most))
 
     if "://" in checkpoints.url:
-        check_space(run.path, model)
+        check_space(run.path, model, ANOTHER_OUT)
     elif config.checkpoints is not None:  # perhaps on another disk
-        check_space(run.path, model)
-        check_space(_existing(Path(config.checkpoints)), added(KEPT + 1))
+        check_space(run.path, model, ANOTHER_OUT)
+        check_space(_existing(Path(config.checkpoints)), added(KEPT + 1), "make room, or name other --checkpoints")
     else:
-        check_space(run.path, max(added(KEPT + 1), added(KEPT) + model))
+        check_space(
+            run.path,
+            max(added(KEPT + 1), added(KEPT) + model),
+            f"{ANOTHER_OUT}, or --checkpoints on another disk",
+        )
 
 
 def count_bytes(config: TrainConfig) -> tuple[int, int]:

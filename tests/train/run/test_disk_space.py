@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from octile.checkpoint.store import Store
+from octile.exit_codes import USER_ERROR, explain
 from octile.train.loop import train
 from octile.train.run.disk_space import check_disk_space, count_bytes
 from octile.train.run.folder import RunFolder
@@ -62,7 +63,9 @@ def test_the_checkpoints_that_are_there_at_a_time_and_the_model_must_fit(
     free(needed)
     check_disk_space(config, run, Store(run.checkpoints), done)
     free(needed - 1)
-    with pytest.raises(OSError, match=r"No space left on device: \d+ MB are needed, \d+ MB are free"):
+    with pytest.raises(
+        OSError, match=r"too little room: \d+ MB are needed, \d+ MB are free; make room, or name another"
+    ):
         check_disk_space(config, run, Store(run.checkpoints), done)
 
 
@@ -71,7 +74,9 @@ def test_checkpoints_elsewhere_are_not_counted_in_the_run_folder(tmp_path, free,
     where = address if "://" in address else str(tmp_path / address)
     config = micro(steps=100, checkpoints=where)
     checked = {}
-    monkeypatch.setattr("octile.train.run.disk_space.check_space", checked.__setitem__)
+    monkeypatch.setattr(
+        "octile.train.run.disk_space.check_space", lambda folder, needed, instead: checked.update({folder: needed})
+    )
     check_disk_space(config, RunFolder(tmp_path / "run"), Store(where), 0)
     assert checked.pop(tmp_path / "run") == count_bytes(config)[1]
     assert list(checked) == ([] if "://" in address else [tmp_path])
@@ -79,7 +84,7 @@ def test_checkpoints_elsewhere_are_not_counted_in_the_run_folder(tmp_path, free,
 
 def test_a_run_that_does_not_fit_is_refused_before_its_text_is_read(text, tmp_path, free):
     free(1000)
-    with pytest.raises(OSError, match="No space left on device") as refused:
+    with pytest.raises(OSError, match=r"has too little room: .* free; make room, or name another --out") as refused:
         train(micro(data=str(text), out=tmp_path / "run"), False, silent_console())
-    assert refused.value.__notes__
+    assert explain(refused.value) == (str(refused.value), USER_ERROR)  # nothing of a run that could be continued
     assert not (tmp_path / "run" / "data").exists()
