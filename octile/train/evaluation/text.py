@@ -40,6 +40,7 @@ class TextTokens:
         tokens: [T]; sequences of examples if they are packed.
         tokenizer: the tokenizer that made them.
         n_bytes: the bytes of the text; None if the tokens are packed.
+        n_padding: how many of the packed tokens are padding.
         statistics: what is known of all packed texts; None if the tokens are not packed.
         sequence_length: tokens of a sequence of the run for which the tokens were prepared; None if of none.
         left_out: how many texts or files were left out, by the reason.
@@ -49,6 +50,7 @@ class TextTokens:
     tokens: Tokens
     tokenizer: Tokenizer
     n_bytes: int | None
+    n_padding: int = 0
     statistics: TextStatistics | None = None
     sequence_length: int | None = None
     left_out: Mapping[str, int] = field(default_factory=dict)
@@ -107,7 +109,8 @@ class Sequences:
     def size(self) -> EvaluatedText:
         """Return the size of the text, for a report."""
         text = self.text
-        return EvaluatedText(text.name, len(text.tokens), self.sequence_length, len(self), self.n_all, text.n_bytes)
+        n_tokens = len(text.tokens) - text.n_padding
+        return EvaluatedText(text.name, n_tokens, self.sequence_length, len(self), self.n_all, text.n_bytes)
 
 
 def sequence_length_of(manifest: Manifest) -> int:
@@ -167,6 +170,7 @@ def _held_out(store: TokenStore, name: str) -> TextTokens:
         store.val,
         store.tokenizer,
         store.manifest.bytes["val"] if packed is None else None,
+        0 if packed is None else packed.padding["val"],
         store.manifest.text_statistics,
         sequence_length_of(store.manifest),
     )

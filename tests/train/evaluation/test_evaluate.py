@@ -182,9 +182,11 @@ def test_packed_examples_have_the_loss_of_the_trainer_s_validation(saved, tmp_pa
     )
     train(config, False, silent_console())
     found = results(saved("bf16"), tmp_path, data=str(tmp_path / "run"), recipes="deepseek_v3")
-    trainer = Trainer(replace(config, val_sequences=10**6), TokenStore.open(RunFolder(tmp_path / "run").data), CPU)
+    store = TokenStore.open(RunFolder(tmp_path / "run").data)
+    trainer = Trainer(replace(config, val_sequences=10**6), store, CPU)
     assert found["results"][0]["loss"] == pytest.approx(trainer.evaluator.validate()["val_loss"], rel=1e-6)
     assert found["results"][0]["bits_per_byte"] is None
+    assert found["text"]["tokens"] == store.manifest.tokens["val"]  # without padding
     refusal = refused(saved("exact"), data=str(tmp_path / "run"))
     assert refusal.endswith("recipe exact does not know the borders of texts that share a sequence")
 
