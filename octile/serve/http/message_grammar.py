@@ -58,7 +58,7 @@ def message_grammar(
     """Return the grammar of a message, as llguidance compiles it; empty: any text.
 
     Args:
-        content: the grammar of its content; empty: any text.
+        content: the grammar of its content, if it has any; empty: any text.
         calls: the calls that it may have after a text, or in the place of content with a grammar; None: it has none, or
             whatever the model writes.
         thought: whether a thought comes before.
@@ -66,6 +66,8 @@ def message_grammar(
     """
     if calls is None and (not content or thought is Thought.NONE):
         return content
+    if calls is not None and calls.is_needed:
+        content = ""  # the message is calls alone
     tags = _Tags(special_token)
     answers, rules = list[str](), list[str]()
     if calls is not None:

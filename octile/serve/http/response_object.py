@@ -65,9 +65,10 @@ class ResponseObject(Answer):
         return self._written([{"type": f"response.{self._status}", "response": self._response(self._status)}])
 
     def error_event(self, error: ApiError) -> str:
-        """The last event of a response that has failed."""
+        """The last events of a response that has failed: its last item ends, and keeps its text."""
         self._error = {"code": "server_error", "message": error.message}
-        return self._written([{"type": "response.failed", "response": self._response("failed")}])
+        last = list(self._items.end("incomplete")) if self._items.items else []
+        return self._written([*last, {"type": "response.failed", "response": self._response("failed")}])
 
     def _written(self, events: Iterable[Event]) -> str:
         texts = []

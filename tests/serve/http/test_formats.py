@@ -303,6 +303,13 @@ def test_with_a_format_and_tools_the_answer_is_one_of_them(chat, likely):
     assert (message.tool_calls is None) != (message.content is None)
 
 
+def test_a_call_that_is_required_leaves_a_format_no_place(chat):
+    fields = {"response_format": schema_format(), "tools": [TRIP, STOP], "tool_choice": "required"}
+    (choice,) = chat(["{"], **fields, parallel_tool_calls=False).choices
+    assert choice.message.content is None
+    assert are_valid(choice.message.tool_calls)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [

@@ -151,8 +151,12 @@ def test_a_stream_that_fails_says_so(serve, tokenizer):
     served = serve(template=V31, tokenizer=with_tokens(tokenizer), fails_after=3)
     client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0)
     with client:
-        *_, last = client.responses.create(model="micro", input="a", stream=True)
+        *others, last = client.responses.create(model="micro", input="a", stream=True)
     assert (last.type, last.response.status) == ("response.failed", "failed")
+    text = "".join(event.delta for event in others if event.type == "response.output_text.delta")
+    (item,) = last.response.output
+    assert (item.status, last.response.output_text) == ("incomplete", text)
+    assert others[-1].type == "response.output_item.done"
     assert last.response.error.message == "the engine has failed: RuntimeError: a kernel has failed"
 
 
