@@ -428,7 +428,8 @@ class Engine:
                 if not is_request_error:  # latents of NaN would be shared with who asks again
                     self._scheduler.unshare(request)
                 break
-            if (is_end := token in self._end_tokens and not sampling.ignore_eos) or token in sampling.stop_token_ids:
+            is_end = token in self._end_tokens and (not sampling.ignore_eos or request.matcher is not None)
+            if is_end or token in sampling.stop_token_ids:
                 reason, stopped_by, end_token = FinishReason.STOP, None if is_end else token, token
                 end_logprobs = logprobs[i] if logprobs else None
                 break

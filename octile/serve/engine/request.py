@@ -22,6 +22,8 @@ MAX_TOP_K = 2**31 - 1
 MAX_LOGPROBS = 20  # alternatives per token
 MAX_STOPS = 32
 MAX_TOKENS_NAMED = 1024  # of logit_bias, stop_token_ids or bad_words
+WHOLE_NUMBERS = ("max_new_tokens", "top_k", "min_tokens")  # fields of `Sampling`
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 NOT_FINITE = "the model's logits are not finite"  # how the errors of such requests begin
 
 # Fields of `Sampling` by who honors them. A field that is in none of these sets is honored by nobody: unless it has its
@@ -74,7 +76,7 @@ class Sampling:
             The text ends where the grammar does, also with ignore_eos.
 
     Raises:
-        TypeError: seed is not a whole number or None, or stop is not a tuple of strings.
+        TypeError: a field has another type, such as a fraction where it is a whole number.
         ValueError: a field is outside its range.
     """
 
@@ -100,6 +102,13 @@ class Sampling:
     grammar: str = ""
 
     def __post_init__(self) -> None:
+        for name in WHOLE_NUMBERS:
+            check(name, getattr(self, name), int)
+        for name in ("logprobs", "prompt_logprobs"):
+            check(name, getattr(self, name), int | None)
+        for name in NUMBERS:
+            if not isinstance(number := getattr(self, name), int | float):
+                raise TypeError(f"{name} must be a number, not {number!r}")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
         if self.temperature and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
@@ -122,7 +131,8 @@ class Sampling:
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be from 0 to 1, not {self.min_p}")
         if not MIN_TEMPERATURE <= self.repetition_penalty <= MAX_TEMPERATURE:
-            raise ValueError(f"repetition_penalty must be above 0 and finite, not {self.repetition_penalty}")
+            limits = f"{MIN_TEMPERATURE:.2g} to {MAX_TEMPERATURE:.2g}"
+            raise ValueError(f"repetition_penalty must be from {limits}, not {self.repetition_penalty}")
         for name in ("frequency_penalty", "presence_penalty"):
             if not -2 <= (penalty := getattr(self, name)) <= 2:
                 raise ValueError(f"{name} must be from -2 to 2, not {penalty}")

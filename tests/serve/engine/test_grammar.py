@@ -262,6 +262,12 @@ def test_a_text_ends_with_its_grammar_where_end_tokens_are_ignored(tokenizer):
     assert texts(tokenizer, [sampling]) == [("done", FinishReason.STOP)]
 
 
+def test_an_end_token_after_a_grammar_is_no_part_of_the_text_where_they_are_ignored(tokenizer):
+    likely = ((tokenizer.end, 100.0),)
+    sampling = Sampling(50, 1.0, grammar=regex("[0-9]{1,3}"), ignore_eos=True, logit_bias=likely)
+    assert [len(text) for text, _ in texts(tokenizer, [sampling])] == [1]
+
+
 def test_what_nothing_may_follow_is_an_error_of_its_request(tokenizer):
     (letter,) = tokenizer.encode("x")
     sampling = Sampling(50, grammar=regex("x"), bad_words=((letter,),))

@@ -88,8 +88,8 @@ def test_a_field_that_nobody_honors_joins_no_decode_step(temperature):
         ({"stop": ("a",) * 33}, "stop must have at most 32 strings"),
         ({"logprobs": 21}, "logprobs must be from 0 to 20, not 21"),
         ({"min_p": 1.5}, "min_p must be from 0 to 1, not 1.5"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0 and finite, not 0.0"),
-        ({"repetition_penalty": float("inf")}, "repetition_penalty must be above 0 and finite, not inf"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty must be from 1.2e-38 to 3.4e\+38, not 0.0"),
+        ({"repetition_penalty": float("inf")}, r"repetition_penalty must be from 1.2e-38 to 3.4e\+38, not inf"),
         ({"frequency_penalty": 2.1}, "frequency_penalty must be from -2 to 2, not 2.1"),
         ({"presence_penalty": float("nan")}, "presence_penalty must be from -2 to 2, not nan"),
         ({"logit_bias": ((1, 101.0),)}, "logit_bias must have numbers from -100 to 100"),
@@ -102,6 +102,20 @@ def test_a_field_that_nobody_honors_joins_no_decode_step(temperature):
 )
 def test_settings_out_of_range_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
+        Sampling(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_new_tokens": 2.5}, "max_new_tokens must be a whole number, not 2.5"),
+        ({"top_k": "1"}, "top_k must be a whole number, not '1'"),
+        ({"logprobs": 1.5}, "logprobs must be a whole number or null, not 1.5"),
+        ({"temperature": None}, "temperature must be a number, not None"),
+    ],
+)
+def test_settings_of_another_type_are_refused(settings, message):
+    with pytest.raises(TypeError, match=message):
         Sampling(**settings)
 
 

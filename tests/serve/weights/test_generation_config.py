@@ -149,7 +149,7 @@ def test_fields_that_change_texts_and_are_not_used_are_named(folder):
         ({"top_k": -2}, "top_k must be at least -1, not -2"),
         ({"top_k": True}, "top_k must be a whole number or null, not True"),
         ({"min_p": 2}, "min_p must be from 0 to 1, not 2"),
-        ({"repetition_penalty": 0}, "repetition_penalty must be above 0 and finite, not 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be from 1.2e-38 to 3.4e+38, not 0"),
         ({"do_sample": 1}, "do_sample must be true or false or null, not 1"),
     ],
 )
