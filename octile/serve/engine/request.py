@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cached_property
 from itertools import count
+from numbers import Real
 from typing import NamedTuple, Protocol
 
 from octile.serve.engine.draft_count import DraftCount
@@ -107,7 +108,7 @@ class Sampling:
         for name in ("logprobs", "prompt_logprobs"):
             check(name, getattr(self, name), int | None)
         for name in NUMBERS:
-            if not isinstance(number := getattr(self, name), int | float):
+            if not isinstance(number := getattr(self, name), Real):
                 raise TypeError(f"{name} must be a number, not {number!r}")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
