@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, Undefined, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
@@ -43,6 +43,7 @@ NO_VARIABLES = "chat_template", "tokenize"  # arguments of transformers' functio
 CLOCK = "strftime_now"  # the function of templates that gives the time
 DIGITS = 8  # of the number of a token that a text spells
 TAG = re.compile(r"<.+>", re.DOTALL)
+LEFT_OUT = {"description": "", "parameters": {"type": "object", "properties": {}}}  # of functions
 ANSWER_MARKS = "marks of answers"  # the variable with what is written around an answer; no template can read its name
 
 
@@ -333,6 +334,26 @@ class _Hiding:
         return f"{self.mark}{len(self._found) - 1:0{DIGITS}d}"
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """A sandbox in which functions have the fields that a request may leave out, for templates that write them anyway.
+
+    What prints a function as a whole, such as `tools | tojson`, does not see them.
+    """
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Return obj.attribute."""
+        return _or_left_out(obj, attribute, super().getattr(obj, attribute))
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Return obj[argument]."""
+        return _or_left_out(obj, argument, super().getitem(obj, argument))
+
+
+def _or_left_out(obj: Any, name: Any, found: Any) -> Any:
+    is_left_out = isinstance(found, Undefined) and name in LEFT_OUT and isinstance(obj, Mapping) and "name" in obj
+    return LEFT_OUT[name] if is_left_out else found
+
+
 class _AnswerTag(Extension):
     """transformers' `{% generation %}…{% endgeneration %}` around what the assistant writes."""
 
@@ -422,9 +443,7 @@ class _Source:
     """
 
     def __init__(self, source: str):
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _AnswerTag]
-        )
+        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _AnswerTag])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         environment.globals[CLOCK] = lambda form: datetime.now().strftime(form)

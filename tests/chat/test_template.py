@@ -305,6 +305,16 @@ def test_the_template_for_tools_may_be_a_file_as_transformers_writes_it(tokenize
     assert tokenizer.decode(chat.prompt(user("a"), Rendering(tools=[TOOL])).tokens) == "add"
 
 
+def test_a_template_may_write_what_a_function_leaves_out(tokenizer):
+    source = (
+        "{% set f = tools[0].function %}{{ '#' + f.description }}{{ f['parameters'] | tojson }}{{ tools | tojson }}"
+    )
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    text = tokenizer.decode(ChatTemplate(tokenizer, source).prompt(user("a"), Rendering(tools)).tokens)
+    schema = {"type": "object", "properties": {}}
+    assert text == f"#{json.dumps(schema)}{json.dumps(tools)}"
+
+
 def test_tools_are_written_as_the_template_asks(tokenizer):
     spaced, compact = json.dumps(TOOL), json.dumps([TOOL], separators=(",", ":"))
     assert f"## Tools\n{spaced}\n<｜User｜>" in rendered(tokenizer, V31, user("a"), tools=[TOOL])

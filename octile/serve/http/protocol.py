@@ -34,7 +34,6 @@ MAX_NAME = 60  # characters of an unknown field that an error repeats
 MAX_CHOICES = 128  # OpenAI's limit of n
 MAX_TEXTS = 1024  # of structured_outputs.choice
 MAX_PROMPTS = MAX_MESSAGES = MAX_PARTS = MAX_TOOLS = 2048
-NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}  # of a function that takes none
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")  # OpenAI's rule, with points and up to 64 characters more
 MAX_STOPS = 16  # fewer than Sampling's, which also has those of the chat template
 CHOICE_OF_TOOLS = "'none', 'auto', 'required', or {} or {}"
@@ -502,11 +501,6 @@ class Tool(Body):
     type: Literal["function"]
     function: Function
 
-    def for_template(self) -> dict[str, Any]:
-        """The tool as templates read it: those of DeepSeek-V3.1 write both fields without asking for them."""
-        tool = self.model_dump(exclude_none=True)
-        return tool | {"function": {"description": "", "parameters": NO_PARAMETERS, **tool["function"]}}
-
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -537,7 +531,7 @@ class Conversation(Body):
     def rendering(self) -> Rendering:
         """What the chat template gets besides the messages."""
         return Rendering(
-            tools=[tool.for_template() for tool in self.tools or ()],
+            tools=[tool.model_dump(exclude_none=True) for tool in self.tools or ()],
             variables=self.chat_template_kwargs or {},
             reasoning_effort=self.reasoning_effort,
             add_generation_prompt=self.add_generation_prompt is not False,

@@ -77,12 +77,6 @@ def test_as_many_tokens_as_a_context_has_are_one_prompt():
     assert parse(form, json.dumps(fields).encode()).prompts == [[5] * 160_000]
 
 
-def test_a_template_may_write_the_parameters_of_a_function_that_has_none():
-    form, body = chat(tools=[{"type": "function", "function": {"name": "now"}}])
-    (tool,) = parse(form, json.dumps(body).encode()).rendering().tools
-    assert tool["function"] == {"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}}
-
-
 @pytest.mark.parametrize("form", [CompletionBody, ChatBody, Message, StreamOptions, Limits])
 def test_every_field_and_limit_is_in_the_guide(form):
     guide = (Path(__file__).parents[3] / "docs/http_server.md").read_text(encoding="utf-8")
