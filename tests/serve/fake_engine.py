@@ -1,13 +1,16 @@
 """An engine without a model, which repeats the prompt: for tests of what is around an engine."""
 
+import re
 import threading
 import time
 from collections.abc import Sequence
+from itertools import islice
 from math import ceil
 from multiprocessing import Pipe
 
 from octile.serve.engine.request import FinishReason, Output, Request, Sampling, TokenLogprobs
 from octile.serve.engine.stats import Stats
+from octile.serve.engine.text import MARK
 from octile.serve.process.client import EngineClient
 from octile.serve.process.server import EngineServer, StepEngine
 from octile.serve.process.updates import WeightsUpdates
@@ -25,7 +28,7 @@ class FakeEngine:
         max_position: the context.
         n_pages: pages of 64 positions.
         fails_after: the step that raises an exception; None if none does.
-        answer: texts of the tokens that it generates instead, before it stops.
+        answer: texts of the tokens that it generates instead, before it stops; names of tokens in it are these tokens.
 
     Attributes:
         may_step: steps wait until it is set, as it is at first.
@@ -119,11 +122,20 @@ class FakeEngine:
         if request.prompt[-1] == NAN and index == 2:
             return Output(request.id, finish_reason=FinishReason.ERROR, error="the model's logits are NaN")
         if self.answer is not None:
-            text = self.answer[index]
+            text = self._answer(sampling)[index]
             reason = FinishReason.STOP if index + 1 == len(self.answer) else reason
         if any(stop in text for stop in sampling.stop):
             text, reason = "", FinishReason.STOP
         return Output(request.id, (token,), text, logprobs, reason, prefill_seconds=self.PREFILL_SECONDS)
+
+    def _answer(self, sampling: Sampling) -> list[str]:
+        """The pieces of the answer, with a mark before the names of shown tokens, as `TextStream` has it."""
+        text = "".join(self.answer)
+        for token in sampling.shown_tokens:
+            name = self.tokenizer.decode([token])
+            text = text.replace(name, MARK + name)
+        characters = iter(re.findall(f"{MARK}?.", text, re.DOTALL))
+        return ["".join(islice(characters, len(piece))) for piece in self.answer]
 
 
 class Pair:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from octile.tokenizer import Tokenizer
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+MARK = "\ud800"  # before the name of a shown token: no bytes of a text become a surrogate
 MAX_PENDING = 8  # tokens after the last piece: a character has four bytes at most
 
 
@@ -22,7 +23,8 @@ class TextStream:
         tokenizer: decodes the tokens.
         stop: strings that end the text before them.
         skip_special_tokens: whether special tokens add nothing; otherwise they appear as their names.
-        shown_tokens: special tokens that are not skipped.
+        shown_tokens: special tokens that are not skipped. `MARK` stands before their names, which text that only
+            spells one does not have, unless the tokenizer has no `token_bytes`. Stop strings do not see it.
 
     Attributes:
         is_stopped: whether a stop string was found. Further tokens add nothing.
@@ -36,7 +38,7 @@ class TextStream:
         skip_special_tokens: bool = False,
         shown_tokens: Sequence[int] = (),
     ):
-        self._tokenizer, self._stop = tokenizer, stop
+        self._tokenizer, self._stop, self._shown = tokenizer, stop, frozenset(shown_tokens)
         self._skipped = tokenizer.special_tokens.difference(shown_tokens) if skip_special_tokens else frozenset[int]()
         self._bytes = tokenizer.token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -53,6 +55,9 @@ class TextStream:
         if self._bytes is not None:
             # a model's vocabulary may be larger than the tokenizer's: such tokens have no text
             new = self._decoder.decode(self._bytes[token]) if token < len(self._bytes) else ""
+            if token in self._shown:
+                name = self._bytes[token].decode()
+                new = f"{new.removesuffix(name)}{MARK}{name}"
             return self._release(new, may_stop)
         self._tokens.append(token)
         text = self._tokenizer.decode(self._tokens)
@@ -85,14 +90,23 @@ class TextStream:
         if not self._stop:
             return new
         text = self._withheld + new
-        found = [(i, stop) for i, stop in ((text.find(stop), stop) for stop in self._stop) if i >= 0]
+        plain = text.replace(MARK, "")
+        found = [(i, stop) for i, stop in ((plain.find(stop), stop) for stop in self._stop) if i >= 0]
         if found and may_stop:
             end, self.stopped_by = min(found)
             self.is_stopped, self._withheld = True, ""
-            return text[:end]
-        n = max(overlap(text, stop) for stop in self._stop)
-        self._withheld = text[len(text) - n :]
-        return text[: len(text) - n]
+            return text[: _length_with_marks(text, end)]
+        end = _length_with_marks(text, len(plain) - max(overlap(plain, stop) for stop in self._stop))
+        self._withheld = text[end:]
+        return text[:end]
+
+
+def _length_with_marks(text: str, length: int) -> int:
+    """Return the length of a text's beginning that has so many characters besides marks."""
+    end = length
+    while end - text.count(MARK, 0, end) < length:
+        end += 1
+    return end
 
 
 def overlap(text: str, searched: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from octile.serve.engine.text import MARK
 from octile.serve.http.message_grammar import MAX_NEWLINES
 from octile.serve.http.reasoning import ReasoningParser
 from octile.serve.http.tools.parser import ToolCall, ToolParser
@@ -34,8 +35,13 @@ class Delta(NamedTuple):
         return {name: value for name, value in fields.items() if value}
 
 
+def without_marks(text: str) -> str:
+    """Return a text of the engine without what marks tokens in it."""
+    return text.replace(MARK, "")
+
+
 class MessageParser:
-    """A parser of one message, while its text comes.
+    """A parser of one message, while its text comes. Its parsers see the marks of tokens, its results have none.
 
     Args:
         reasoning: the parser of its thought; None: thoughts are not divided from the answer.
@@ -69,7 +75,10 @@ class MessageParser:
         """Return what was held back, at the end of the text."""
         thought, answer = ("", "") if self._reasoning is None else self._reasoning.end()
         last = self._delta(thought, self._without_newlines(answer))
-        return last if self._tools is None else Delta.joined(last, Delta("", *self._tools.end()))
+        if self._tools is None:
+            return last
+        content, calls = self._tools.end()
+        return Delta.joined(last, Delta("", without_marks(content), calls))
 
     def _without_newlines(self, answer: str) -> str:
         """The next piece of the answer without newlines at its beginning, if a format comes after a thought."""
@@ -81,9 +90,10 @@ class MessageParser:
 
     def _delta(self, thought: str, answer: str) -> Delta:
         if self._tools is None:
-            return Delta(thought, answer)
+            return Delta(without_marks(thought), without_marks(answer))
         content, calls = self._tools.push(answer)
-        return Delta(thought, "" if self._must_call and content.isspace() else content, calls)
+        content = "" if self._must_call and content.isspace() else without_marks(content)
+        return Delta(without_marks(thought), content, calls)
 
     def whole(self, text: str) -> dict[str, Any]:
         """The fields of the message that a whole text is; content is null if there is something else alone."""

@@ -23,12 +23,14 @@ class ReasoningParser:
 
     Args:
         is_inside: whether the prompt ends within a thought, so that the text begins there without `<think>`.
+        begin, end: how the tags are written.
 
     Attributes:
         has_thought: whether the text has had a thought, or begins within one.
     """
 
-    def __init__(self, is_inside: bool):
+    def __init__(self, is_inside: bool, begin: str = BEGIN, end: str = END):
+        self._begin, self._end = begin, end
         self.has_thought = self._is_inside = is_inside
         self._has_begun, self._held = False, ""
 
@@ -37,17 +39,17 @@ class ReasoningParser:
         text = self._held + text
         if not self._has_begun:
             begin = text.lstrip()
-            if len(begin) < len(BEGIN) and BEGIN.startswith(begin):
+            if len(begin) < len(self._begin) and self._begin.startswith(begin):
                 self._held = text
                 return Thinking()
             self._has_begun = True
-            if begin.startswith(BEGIN):
-                text = begin.removeprefix(BEGIN)
+            if begin.startswith(self._begin):
+                text = begin.removeprefix(self._begin)
                 self.has_thought = self._is_inside = True
         if not self._is_inside:
             self._held = ""
             return Thinking(content=text)
-        thought, has_ended, rest = split_tag(text, END)
+        thought, has_ended, rest = split_tag(text, self._end)
         if has_ended:
             self._is_inside, self._held = False, ""
             return Thinking(thought, rest)

@@ -18,9 +18,10 @@ from octile.chat.thought import BEGIN, END, Thought
 from octile.serve.engine.bad_words import token_sequences
 from octile.serve.engine.grammar import GrammarCompiler
 from octile.serve.engine.request import FinishReason, Output, Request, RequestFactory, Sampling
+from octile.serve.engine.text import MARK
 from octile.serve.http.config import BODY_SECONDS, FIRST_STEP_SECONDS, HUNG_SECONDS, Limits, Parsers
 from octile.serve.http.grammars import Grammars
-from octile.serve.http.message import MessageParser
+from octile.serve.http.message import MessageParser, without_marks
 from octile.serve.http.metrics import Metrics
 from octile.serve.http.protocol import (
     BufferUpdate,
@@ -308,9 +309,11 @@ class Service:
         has_format = bool(body.format_field) and bool(getattr(body, body.format_field).grammar)
 
         def make_parser() -> MessageParser:
+            write, is_begun = self._tag, rendered.thought is Thought.BEGUN
+            read = None if form is None else form.written(write, without_marks)
             return MessageParser(
-                ReasoningParser(rendered.thought is Thought.BEGUN) if self._parsers.reasoning else None,
-                ToolParser(form, body.parallel_tool_calls is not False) if form is not None else None,
+                ReasoningParser(is_begun, write(BEGIN), write(END)) if self._parsers.reasoning else None,
+                ToolParser(read, body.parallel_tool_calls is not False) if read is not None else None,
                 body.must_call,
                 has_format,
             )
@@ -347,6 +350,11 @@ class Service:
         texts = [*((BEGIN, END) if self._parsers.reasoning else ()), *(form.texts if form is not None else ())]
         found = (self.tokenizer.backend.token_to_id(text) for text in texts)
         return tuple(token for token in found if token is not None)
+
+    def _tag(self, text: str) -> str:
+        """A tag as it comes in the engine's text: as a token, or as text where there is none."""
+        is_token = self.tokenizer.backend.token_to_id(text) is not None
+        return f"{MARK}{text}" if is_token and self.tokenizer.token_bytes is not None else text
 
     def _requests(self, prompt: Sequence[int], choices: Sequence[Sampling]) -> list[Request]:
         """Make the requests of a prompt's choices; raise ApiError, 400, if the model cannot continue it."""

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from octile.serve.engine.text import MAX_PENDING, TextStream
+from octile.serve.engine.text import MARK, MAX_PENDING, TextStream
 from octile.tokenizer import Tokenizer
 
 
@@ -110,9 +110,23 @@ def test_special_tokens_add_nothing_where_they_are_skipped(of_kind):
     assert "".join(pieces(of_kind, tokens)) == "a<|end|>b<|begin|>"
 
 
-def test_special_tokens_that_are_shown_are_not_skipped(of_kind):
+def test_special_tokens_that_are_shown_are_not_skipped_and_marked(of_kind):
     stream = TextStream(of_kind, (), skip_special_tokens=True, shown_tokens=(of_kind.end,))
-    assert [stream.add(token) for token in (of_kind.begin, of_kind.end)] == ["", "<|end|>"]
+    mark = MARK if of_kind.token_bytes is not None else ""
+    assert [stream.add(token) for token in (of_kind.begin, of_kind.end)] == ["", f"{mark}<|end|>"]
+
+
+def test_text_that_spells_a_shown_token_is_not_marked(tokenizer):
+    stream = TextStream(tokenizer, shown_tokens=(tokenizer.end,))
+    spelled = [token for c in "<|end|>" for token in tokenizer.encode(c)]
+    assert "".join(map(stream.add, spelled)) == "<|end|>"
+
+
+@pytest.mark.parametrize(("stop", "shown"), [("a<|e", ""), ("|end|>b", f"a{MARK}<"), ("zz", f"a{MARK}<|end|>bz")])
+def test_stop_strings_do_not_see_marks(tokenizer, stop, shown):
+    stream = TextStream(tokenizer, (stop,), shown_tokens=(tokenizer.end,))
+    tokens = [*tokenizer.encode("a"), tokenizer.end, *tokenizer.encode("b"), *tokenizer.encode("z")]
+    assert "".join([*map(stream.add, tokens), stream.end()]) == shown
 
 
 def test_a_stop_string_that_may_not_end_the_text_yet_is_shown(of_kind):

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import booleans
 
+from octile.serve.engine.text import MARK
 from octile.serve.http.message import Delta, MessageParser
 from octile.serve.http.reasoning import ReasoningParser
 from octile.serve.http.tools.parser import CallFormat, CallText, ToolParser
@@ -101,3 +102,9 @@ def test_pieces_are_the_message_of_the_whole_text(text, cuts, is_inside):
     joined, whole = Delta.joined(joined, parser.end()), calling(is_inside).whole(text)
     assert (joined.reasoning or None, joined.content) == (whole["reasoning_content"], whole["content"] or "")
     assert [call.fields() for call in joined.calls] == whole.get("tool_calls", [])
+
+
+def test_marks_of_tokens_are_in_no_result_and_only_marked_tags_count():
+    parser = MessageParser(ReasoningParser(True, f"{MARK}<think>", f"{MARK}</think>"))
+    fields = parser.whole(f"why </think> {MARK}</think>because {MARK}</think>")
+    assert fields == {"reasoning_content": "why </think> ", "content": "because </think>"}

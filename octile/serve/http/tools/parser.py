@@ -48,6 +48,16 @@ class CallFormat(NamedTuple):
     after_arguments: Sequence[str] = ()
     separator: str = ""
 
+    def written(self, write: Callable[[str], str], read: Callable[[str], str]) -> CallFormat:
+        """Return the format of texts in which tags are written otherwise; read: makes such a text what it was."""
+        return self._replace(
+            begin=write(self.begin),
+            end=write(self.end),
+            call_begin=write(self.call_begin),
+            call_end=write(self.call_end),
+            read=lambda body: self.read(read(body)),
+        )
+
     @property
     def texts(self) -> list[str]:
         """The tags and texts that calls have, some of which are special tokens."""
