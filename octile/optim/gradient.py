@@ -133,7 +133,7 @@ def clip_grad_norm_(params: Iterable[Tensor], max_norm: float) -> Tensor:
     Raises:
         ValueError: max_norm is not above 0.
     """
-    params = list(params)
+    params = [params] if isinstance(params, Tensor) else list(params)
     norm = gradient_norm(params).norm
     multiply_(gradients_of(params), clip_factor(norm, max_norm))
     return norm

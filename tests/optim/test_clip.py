@@ -79,6 +79,13 @@ def test_takes_an_iterator_of_parameters():
     assert clip_grad_norm_(params, 1.0) <= 1.0
 
 
+def test_takes_a_single_parameter():
+    parameter = with_gradients()[0]
+    norm = clip_grad_norm_(parameter, 1.0)
+    assert norm > 1
+    torch.testing.assert_close(parameter.grad.norm(), torch.tensor(1.0))
+
+
 def test_without_gradients_the_norm_is_zero():
     assert clip_grad_norm_([torch.nn.Parameter(torch.ones(3))], 1.0) == 0
 
