@@ -6,7 +6,7 @@ pass and its parameters stay as they are. Which layers these are is read from th
 (`octile.nn.structure.called_on_one_input`).
 
 A layer runs alone where the layers are not of one recipe that can be fused, have hooks or were replaced, or where its
-input is another tensor than the first layer's. So it does where the input or a weight was written since the first
+input is another tensor than the first layer's. So it does where the input or a parameter was written since the first
 call, or gradients or autocast were switched. A compiler does not show whether they were: compiled, the layers are one
 GEMM only where the source shows that nothing between the calls can do so (`octile.nn.structure.is_called_in_a_row`),
 and the compiler finds that the others quantize one input. The results are then stored as an attribute of the input: in
@@ -89,7 +89,9 @@ class JoinedLinear:
 
     def _conditions(self, x: Tensor) -> tuple[object, ...]:
         """What a result depends on besides the tensors themselves; writing to a tensor changes its version."""
-        return torch.is_grad_enabled(), result_dtype(x), _version(x), *(_version(layer.weight) for layer in self.layers)
+        parameters = [t for layer in self.layers for t in (layer.weight, layer.bias) if t is not None]
+        state = [(id(t), _version(t)) for t in parameters]
+        return torch.is_grad_enabled(), result_dtype(x), _version(x), *state
 
     def _can_join(self, x: Tensor) -> bool:
         first = self.layers[0]

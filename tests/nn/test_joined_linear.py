@@ -60,6 +60,14 @@ class RenewingAttention(Attention):
         return x
 
 
+class LeavingAttention(Attention):
+    def forward(self, x: Tensor, queries_only: bool = True) -> Tensor:
+        q = self.q_proj(x)[..., :128]
+        if queries_only:
+            return q
+        return q + self.k_proj(x) + self.v_proj(x)
+
+
 class CrossAttention(Attention):
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
         return self.q_proj(x)[..., :128] + self.k_proj(memory) + self.v_proj(memory)
@@ -189,6 +197,30 @@ def test_an_input_that_is_written_in_between_is_read_again():
     x.mul_(2)
     expected = copy.deepcopy(attention).k_proj(x.clone())
     assert torch.equal(attention.k_proj(x), expected)
+
+
+def test_layers_behind_a_return_are_not_computed_for_it(computed: list[int]):
+    attention = converted(kind=LeavingAttention)
+    attention(input_of()).sum().backward()
+    assert attention.k_proj.weight.grad is None
+    assert not computed
+
+
+def test_a_bias_that_is_written_in_between_is_read_again():
+    attention = converted(bias=True)
+    x = input_of().detach()
+    attention.q_proj(x)
+    with torch.no_grad():
+        attention.k_proj.bias.add_(1)
+    assert torch.equal(attention.k_proj(x), copy.deepcopy(attention).k_proj(x.clone()))
+
+
+def test_a_weight_that_is_replaced_in_between_is_read():
+    attention = converted()
+    x = input_of().detach()
+    attention.q_proj(x)
+    attention.k_proj.weight = nn.Parameter(2 * attention.k_proj.weight.detach())
+    assert torch.equal(attention.k_proj(x), copy.deepcopy(attention).k_proj(x.clone()))
 
 
 def test_a_weight_that_is_written_in_between_is_read_again():
