@@ -84,8 +84,8 @@ def convert(
         TypeError: model is not a torch.nn.Module or has a weight in float64, recipe is not a Recipe, filter not a
             function, or keep not a list of patterns.
         ValueError: no layer would be converted; a pattern of keep matches none, or single layers of experts that would
-            be converted; an exception of the recipe matches no converted layer; or a parameter is a DTensor, as after
-            `fully_shard`.
+            be converted; an exception of the recipe matches no converted layer. Or a parameter is a DTensor, as after
+            `fully_shard`, or not initialized, as that of a lazy module.
     """
     model = apply_recipe(model, recipe, filter, keep)
     log_or_print(str(model.conversion_summary))
@@ -118,11 +118,13 @@ def apply_recipe(
     if filter is not None and not callable(filter):
         raise TypeError(f"filter must be a function of a layer's name and module, not {filter!r}: keep takes patterns")
     for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise ValueError(f"model has {name}, which is not initialized: call the model once before it is converted")
         if hasattr(parameter, "device_mesh"):
             raise ValueError(
                 f"model has the DTensor {name}: convert the model before fully_shard or parallelize_module, not after"
             )
-    recipe = recipe or Recipe.deepseek_v3()
+    recipe, keep = recipe or Recipe.deepseek_v3(), keep if isinstance(keep, str) else list(keep)
     if recipe.batch_invariant:
         _check_batch_invariant(model, recipe, is_partial=filter is not None or bool(keep))
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -155,13 +157,12 @@ def apply_recipe(
     if converted == 0:
         raise ValueError(f"model {type(model).__name__} has no linear layer that could be converted: {why}")
 
+    _check_exceptions(recipe, [name for name, module in named if reasons[module] is None])
     replacements: dict[nn.Module, nn.Module] = {}
-    reached: list[str] = []
     for name, module in named:
         if reasons[module] is not None:
             continue
         if module not in replacements:
-            reached.append(name)
             if experts[module] is not None:
                 experts[module].use_recipe(recipe.for_layer(name))
                 replacements[module] = module
@@ -176,13 +177,6 @@ def apply_recipe(
     for module in _models_with_a_head(model):
         module.adapt_to(recipe)
 
-    for pattern, _ in recipe.exceptions:
-        if not any(fnmatchcase(name, pattern) for name in reached):
-            kinds = dict.fromkeys(name.rpartition(".")[2] for name in reached)
-            raise ValueError(
-                f"recipe {recipe.name!r} has an exception for {pattern!r}, which matches no converted layer; "
-                f"their names end with {', '.join(kinds)}"
-            )
     exceptions = f" (exceptions: {len(recipe.exceptions)})" if recipe.exceptions else ""
     summary = f"converted {converted} of {total} linear layers to {recipe.name}{exceptions}, skipped {skipped.total()}"
     summary += f": {why}" if why else ""
@@ -336,6 +330,17 @@ def _stacked(module: nn.Module) -> int:
     if isinstance(module, nn.Conv1d | nn.ConvTranspose1d | nn.Bilinear):
         return 0
     return sum(len(p) for p in module.parameters(recurse=False) if p.dim() == 3 and len(p) > 1)
+
+
+def _check_exceptions(recipe: Recipe, converted: Sequence[str]) -> None:
+    """Raise ValueError if an exception of a recipe matches none of the layers that are converted, by their names."""
+    for pattern, _ in recipe.exceptions:
+        if not any(fnmatchcase(name, pattern) for name in converted):
+            kinds = dict.fromkeys(name.rpartition(".")[2] for name in converted)
+            raise ValueError(
+                f"recipe {recipe.name!r} has an exception for {pattern!r}, which matches no converted layer; "
+                f"their names end with {', '.join(kinds)}"
+            )
 
 
 def _replace(model: nn.Module, name: str, new: nn.Module) -> nn.Module:

@@ -283,10 +283,10 @@ def _forget(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _storage(t: Tensor) -> torch.UntypedStorage | None:
-    """Return a tensor's storage, or None if it has none, as a sparse tensor: octile does not quantize it."""
+    """Return a tensor's storage; None if it has none, as of sparse and lazy ones, which octile does not quantize."""
     try:
         return t.untyped_storage()
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError, ValueError):
         return None
 
 

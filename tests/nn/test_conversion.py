@@ -386,8 +386,30 @@ def test_layers_get_the_recipes_exceptions():
 
 def test_an_exception_for_no_layer_is_refused():
     recipe = replace(Recipe.deepseek_v3(), exceptions=(("gate", frozenset({"wgrad"})),))  # which is not converted
+    model = Block()
     with pytest.raises(ValueError, match="has an exception for 'gate', which matches no converted layer"):
-        convert(Block(), recipe)
+        convert(model, recipe)
+    assert not any(isinstance(module, Linear) for module in model.modules())
+
+
+def test_patterns_may_come_from_an_iterator():
+    with pytest.raises(ValueError, match="keep has 'other', which matches no layer"):
+        convert(Block(), keep=(pattern for pattern in ["other"]))
+
+
+def test_a_model_with_a_lazy_layer_is_refused():
+    with pytest.raises(ValueError, match=r"model has 1\.weight, which is not initialized: call the model once before"):
+        convert(nn.Sequential(nn.Linear(128, 128), nn.LazyLinear(4)))
+
+
+def test_a_model_is_converted_whatever_the_default_dtype(monkeypatch):
+    expected = str(convert(Block()).conversion_summary)
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = convert(Block().float())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert str(model.conversion_summary) == expected
 
 
 @pytest.mark.parametrize("is_padded", [False, True])

@@ -669,3 +669,10 @@ def test_a_sparse_parameter_can_be_stepped():
     with torch.sparse.check_sparse_tensor_invariants(False):
         sparse = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (3,)).requires_grad_()
     torch.optim.SGD([sparse], lr=0.1).step()
+
+
+def test_a_lazy_module_is_made_while_weights_are_cached():
+    layer = Linear(128, 128)
+    with torch.no_grad():
+        layer(torch.ones(1, 128))
+    assert nn.Sequential(nn.LazyLinear(4))[0].has_uninitialized_params()
