@@ -350,8 +350,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _or_left_out(obj: Any, name: Any, found: Any) -> Any:
-    is_left_out = isinstance(found, Undefined) and name in LEFT_OUT and isinstance(obj, Mapping) and "name" in obj
-    return LEFT_OUT[name] if is_left_out else found
+    is_function = isinstance(found, Undefined) and isinstance(obj, Mapping) and "name" in obj
+    return LEFT_OUT.get(name, found) if is_function and isinstance(name, str) else found
 
 
 class _AnswerTag(Extension):
