@@ -131,7 +131,7 @@ def apply_recipe(
     named = list(model.named_modules(remove_duplicate=False))  # a layer with two names is replaced under both
     experts = {module: _experts(module) for _, module in named}
     reasons: dict[nn.Module, str | None] = {}  # layers and experts → why they are not converted
-    without_keep, skipped = list[str](), Counter[str]()
+    without_keep, reached, skipped = list[str](), list[str](), Counter[str]()
     for name, module in named:
         if module in reasons:
             continue
@@ -139,6 +139,7 @@ def apply_recipe(
             reason = _reason_to_skip(name, module, experts[module], tied, filter)
             without_keep += [] if reason else [name]
             reasons[module] = reason or (KEPT if is_kept(name, keep) else None)
+            reached += [] if reasons[module] else [name]
             skipped[reasons[module] or ""] += 1 if experts[module] is None else experts[module].linear_layers
         else:
             reasons[module] = "no layer"
@@ -157,7 +158,7 @@ def apply_recipe(
     if converted == 0:
         raise ValueError(f"model {type(model).__name__} has no linear layer that could be converted: {why}")
 
-    _check_exceptions(recipe, [name for name, module in named if reasons[module] is None])
+    _check_exceptions(recipe, reached)
     replacements: dict[nn.Module, nn.Module] = {}
     for name, module in named:
         if reasons[module] is not None:

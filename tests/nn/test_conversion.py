@@ -1,5 +1,6 @@
 """Tests of convert: which layers are converted, and what is reported about the others."""
 
+import copy
 import functools
 import logging
 from dataclasses import replace
@@ -402,14 +403,21 @@ def test_a_model_with_a_lazy_layer_is_refused():
         convert(nn.Sequential(nn.Linear(128, 128), nn.LazyLinear(4)))
 
 
-def test_a_model_is_converted_whatever_the_default_dtype(monkeypatch):
-    expected = str(convert(Block()).conversion_summary)
+def test_a_model_is_converted_whatever_the_default_dtype(llama):
+    expected = str(convert(copy.deepcopy(llama)).conversion_summary)
     torch.set_default_dtype(torch.float64)
     try:
-        model = convert(Block().float())
+        convert(llama)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert str(model.conversion_summary) == expected
+    assert str(llama.conversion_summary) == expected
+
+
+def test_an_exception_for_the_second_name_of_a_layer_is_refused():
+    layer = nn.Linear(128, 128)
+    recipe = replace(Recipe.deepseek_v3(), exceptions=(("second", frozenset({"wgrad"})),))
+    with pytest.raises(ValueError, match="has an exception for 'second', which matches no converted layer"):
+        convert(nn.ModuleDict({"first": layer, "second": layer}), recipe)
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
