@@ -128,11 +128,7 @@ class ScaledTensor:
             ValueError: the shape of the scale does not match the data and the block.
         """
         data, scale = state[name], state[f"{name}_scale_inv"]
-        if data.dtype not in STORAGE_DTYPES.values():
-            raise TypeError(f"{name} must be float8_e4m3fn, float8_e5m2, int8 or uint8 (E5M6), not {data.dtype}")
-        if data.dim() < 2:
-            raise ValueError(f"{name} must be a matrix [..., M, K], not {tuple(data.shape)}")
-        quantize_ops.check_scale(name, data, scale, *block)
+        quantize_ops.check_quantized(name, data, scale, *block)
         return cls(data, scale, block)
 
     def __getstate__(self) -> dict[str, Any]:

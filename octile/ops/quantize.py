@@ -214,13 +214,18 @@ def _check_with_scale(x: Tensor, scale: Tensor, fmt: str) -> None:
 
 
 def _check_dequantize(data: Tensor, scale: Tensor, block_rows: int, block_cols: int, out_dtype: torch.dtype) -> None:
-    if data.dtype not in STORAGE_DTYPES.values():
-        raise TypeError(f"data must be float8_e4m3fn, float8_e5m2, int8 or uint8 (E5M6), not {data.dtype}")
     if out_dtype not in INPUT_DTYPES:
         raise TypeError(f"out_dtype must be float32, bfloat16 or float16, not {out_dtype}")
+    check_quantized("data", data, scale, block_rows, block_cols)
+
+
+def check_quantized(name: str, data: Tensor, scale: Tensor, block_rows: int, block_cols: int) -> None:
+    """Raise TypeError or ValueError unless data, called name in messages, and scale are a result of `quantize`."""
+    if data.dtype not in STORAGE_DTYPES.values():
+        raise TypeError(f"{name} must be float8_e4m3fn, float8_e5m2, int8 or uint8 (E5M6), not {data.dtype}")
     if data.dim() < 2:
-        raise ValueError(f"data must be a matrix [..., M, K], not {tuple(data.shape)}")
-    check_scale("data", data, scale, block_rows, block_cols)
+        raise ValueError(f"{name} must be a matrix [..., M, K], not {tuple(data.shape)}")
+    check_scale(name, data, scale, block_rows, block_cols)
 
 
 def check_input_dtype(name: str, t: Tensor) -> None:
