@@ -52,8 +52,10 @@ def count_tokens(experts: Tensor, n_experts: int, batch: int = 1) -> Tensor:
     """
     _check_experts(experts, n_experts)
     _check_batch(experts, batch)
-    if experts.numel() and not 0 <= experts.min() <= experts.max() < n_experts:
-        raise RuntimeError(f"experts must be from 0 to {n_experts - 1}, not {experts.min()} to {experts.max()}")
+    if experts.numel():
+        lowest, highest = experts.aminmax()
+        if lowest < 0 or highest >= n_experts:
+            raise RuntimeError(f"experts must be from 0 to {n_experts - 1}, not {lowest} to {highest}")
     sequence_T = torch.arange(len(experts), device=experts.device) // max(len(experts) // batch, 1)
     index_X = (experts + sequence_T[:, None] * n_experts).flatten()  # one dimension: summed in a fixed order
     zeros_X = index_X.new_zeros(batch * n_experts)
