@@ -105,8 +105,6 @@ class Sampling:
     def __post_init__(self) -> None:
         for name in WHOLE_NUMBERS:
             check(name, getattr(self, name), int)
-        for name in ("logprobs", "prompt_logprobs"):
-            check(name, getattr(self, name), int | None)
         for name in NUMBERS:
             if not isinstance(number := getattr(self, name), Real):
                 raise TypeError(f"{name} must be a number, not {number!r}")
@@ -127,6 +125,7 @@ class Sampling:
         if len(self.stop) > MAX_STOPS or not all(self.stop):
             raise ValueError(f"stop must have at most {MAX_STOPS} strings, none of them empty, not {self.stop!r}")
         for name, number in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            check(name, number, int | None)
             if number is not None and not 0 <= number <= MAX_LOGPROBS:
                 raise ValueError(f"{name} must be from 0 to {MAX_LOGPROBS}, not {number}")
         if not 0 <= self.min_p <= 1:

@@ -40,6 +40,10 @@ def without_marks(text: str) -> str:
     return text.replace(MARK, "")
 
 
+def _shown(reasoning: str, content: str, calls: tuple[ToolCall, ...] = ()) -> Delta:
+    return Delta(without_marks(reasoning), without_marks(content), calls)
+
+
 class MessageParser:
     """A parser of one message, while its text comes. Its parsers see the marks of tokens, its results have none.
 
@@ -75,10 +79,7 @@ class MessageParser:
         """Return what was held back, at the end of the text."""
         thought, answer = ("", "") if self._reasoning is None else self._reasoning.end()
         last = self._delta(thought, self._without_newlines(answer))
-        if self._tools is None:
-            return last
-        content, calls = self._tools.end()
-        return Delta.joined(last, Delta("", without_marks(content), calls))
+        return last if self._tools is None else Delta.joined(last, _shown("", *self._tools.end()))
 
     def _without_newlines(self, answer: str) -> str:
         """The next piece of the answer without newlines at its beginning, if a format comes after a thought."""
@@ -90,10 +91,9 @@ class MessageParser:
 
     def _delta(self, thought: str, answer: str) -> Delta:
         if self._tools is None:
-            return Delta(without_marks(thought), without_marks(answer))
+            return _shown(thought, answer)
         content, calls = self._tools.push(answer)
-        content = "" if self._must_call and content.isspace() else without_marks(content)
-        return Delta(without_marks(thought), content, calls)
+        return _shown(thought, "" if self._must_call and content.isspace() else content, calls)
 
     def whole(self, text: str) -> dict[str, Any]:
         """The fields of the message that a whole text is; content is null if there is something else alone."""

@@ -308,12 +308,13 @@ class Service:
         divides = form is not None or self._parsers.reasoning is not None
         has_format = bool(body.format_field) and bool(getattr(body, body.format_field).grammar)
 
+        thought_tags = self._tag(BEGIN), self._tag(END)
+        calls = None if form is None else form.written(self._tag, without_marks)
+
         def make_parser() -> MessageParser:
-            write, is_begun = self._tag, rendered.thought is Thought.BEGUN
-            read = None if form is None else form.written(write, without_marks)
             return MessageParser(
-                ReasoningParser(is_begun, write(BEGIN), write(END)) if self._parsers.reasoning else None,
-                ToolParser(read, body.parallel_tool_calls is not False) if read is not None else None,
+                ReasoningParser(rendered.thought is Thought.BEGUN, *thought_tags) if self._parsers.reasoning else None,
+                ToolParser(calls, body.parallel_tool_calls is not False) if calls is not None else None,
                 body.must_call,
                 has_format,
             )
