@@ -71,7 +71,7 @@ def check_space(folder: Path, needed: int, instead: str) -> None:
     Args:
         folder: where it writes; exists.
         needed: the bytes that it is going to write.
-        instead: what to do about it.
+        instead: what to do where no room can be made.
 
     Raises:
         OSError: fewer bytes are free; the message has the folder and both numbers. It has no `errno`, as an error of a
@@ -80,7 +80,8 @@ def check_space(folder: Path, needed: int, instead: str) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise OSError(
-            f"{folder} has too little room: {needed / 1e6:,.0f} MB are needed, {free / 1e6:,.0f} MB are free; {instead}"
+            f"{folder} has too little room: {needed / 1e6:,.0f} MB are needed, {free / 1e6:,.0f} MB are free; "
+            f"make room, or {instead}"
         )
 
 

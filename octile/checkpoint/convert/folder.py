@@ -233,7 +233,7 @@ def _check_space(dst: Path, plan: ConversionPlan, finished: Mapping[str, Any], c
     needed = sum(s.nbytes for file, specs in plan.files.items() if file not in finished for s in specs.values())
     src = plan.source.folder
     needed += sum((src / path).stat().st_size for path in copied if not (dst / path).exists())
-    check_space(dst, needed, "make room, or name a folder on another disk")
+    check_space(dst, needed, "name a folder on another disk")
 
 
 def _ticker(progress: Progress | None, total: int) -> Callable[[int, str], None]:

@@ -17,7 +17,7 @@ from octile.train.optimizer import make_optimizer
 from octile.train.run.folder import RunFolder
 
 KEPT = 2  # checkpoints that stay when a third one is written
-ANOTHER_OUT = "make room, or name another --out"
+ANOTHER_OUT = "name another --out"
 
 
 def check_disk_space(config: TrainConfig, run: RunFolder, checkpoints: Store, done: int) -> None:
@@ -46,13 +46,10 @@ def check_disk_space(config: TrainConfig, run: RunFolder, checkpoints: Store, do
         check_space(run.path, model, ANOTHER_OUT)
     elif config.checkpoints is not None:  # perhaps on another disk
         check_space(run.path, model, ANOTHER_OUT)
-        check_space(_existing(Path(config.checkpoints)), added(KEPT + 1), "make room, or name other --checkpoints")
+        check_space(_existing(Path(config.checkpoints)), added(KEPT + 1), "name other --checkpoints")
     else:
-        check_space(
-            run.path,
-            max(added(KEPT + 1), added(KEPT) + model),
-            f"{ANOTHER_OUT}, or --checkpoints on another disk",
-        )
+        most = max(added(KEPT + 1), added(KEPT) + model)
+        check_space(run.path, most, f"{ANOTHER_OUT}, or --checkpoints on another disk")
 
 
 def count_bytes(config: TrainConfig) -> tuple[int, int]:
