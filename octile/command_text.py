@@ -30,10 +30,15 @@ def quoted_path(path: Path) -> str:
     return shlex.quote(path_argument(path))
 
 
+def option_with_value(option: str, value: str) -> str:
+    """An option and its value, quoted for a shell's command: with = if the value begins with a dash."""
+    return f"{option}{'=' if value.startswith('-') else ' '}{shlex.quote(value)}"
+
+
 def generate_command(model: Path, prompt: str) -> str:
     """The command by which a model continues a prompt, for which it has TEXT if a line cannot show it whole."""
-    text = shlex.quote(prompt) if len(prompt) <= MAX_PROMPT and prompt.isprintable() else "TEXT"
-    return f"octile generate {quoted_path(model)} --prompt{'=' if prompt.startswith('-') else ' '}{text}"
+    text = prompt if len(prompt) <= MAX_PROMPT and prompt.isprintable() else "TEXT"
+    return f"octile generate {quoted_path(model)} {option_with_value('--prompt', text)}"
 
 
 def how_to_download(path: Path, *files: str) -> str:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from octile.command_text import quoted_path, train_command
+from octile.command_text import option_with_value, quoted_path, train_command
 from octile.models.config import PRESETS as MODELS
 from octile.models.config import ModelConfig
 from octile.tokenizer import check_text, check_vocab_size
@@ -670,7 +669,7 @@ def _as_option(name: str, value: Any) -> str:
         return option
     if isinstance(value, tuple):
         return " ".join([option, *map(str, value)])
-    return f"{option}{'=' if str(value).startswith('-') else ' '}{shlex.quote(str(value))}"
+    return option_with_value(option, str(value))
 
 
 def describe_settings(
