@@ -159,7 +159,7 @@ def attention_work(c: ModelConfig, tokens: int, sequence_length: int, saved: boo
     yield per_token("quantize", "forward", (2 + 1 + 2 + 1.5) * h * v, 2)  # 1×128 and E5M6
     yield per_token("copy", "forward", 6 * d)  # the residual sum
     if not saved:
-        yield per_token("norm", "input_gradient", 3 * d)
+        yield _norm_again(d, tokens)
         yield gemm(tokens, h * q, q_in, "input_gradient")
         yield from expand_latents(c, tokens, "input_gradient")
         for work in up:
