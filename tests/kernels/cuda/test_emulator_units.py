@@ -27,10 +27,11 @@ def copy(
     raw: torch.Tensor,
     at: tuple[int, ...],
     fence: bool = True,
+    other: int = 0,
 ) -> None:
-    kinds = ["load", "store", "add"]
+    kinds = ["load", "store", "add", "prefetch"]
     size = math.prod(box) * tensor.element_size()
-    settings = [size, size, kinds.index(kind), int(fence)]  # the barrier follows the box
+    settings = [size, size, kinds.index(kind), int(fence), other]  # the barrier follows the box
     emulator.run(
         "copies",
         {},
@@ -72,6 +73,15 @@ def test_a_load_in_three_dimensions_takes_strides() -> None:
     expected = torch.zeros(2, 4, 8)
     expected[:, :2, :4] = tensor[1:3, 18:20, 20:24]
     assert torch.equal(raw.view(torch.uint8).view(8, 32), swizzled(expected.view(torch.uint8).view(8, 32), 32))
+
+
+def test_a_box_that_is_prefetched_is_stored_or_added_to() -> None:
+    tensor, raw = torch.zeros(1, 4, 16), torch.ones(1, 4, 8)
+    copy("prefetch", (1, 4, 8), 32, tensor, raw, (0, 0, 8), other=8)
+    assert tensor.sum() == 32
+    copy("prefetch", (1, 4, 8), 32, tensor, raw, (0, 0, 16), other=8)  # outside of the tensor: nothing is loaded
+    with pytest.raises(EmulatorError, match="1 boxes were loaded to the L2 cache and neither stored nor added to"):
+        copy("prefetch", (1, 4, 8), 32, tensor, raw, (0, 0, 0), other=8)
 
 
 def gathered(

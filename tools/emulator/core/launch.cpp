@@ -169,6 +169,8 @@ static void run_grid() {
         run_clusters(&order[begin], together);
         begin += together;
     }
+    if (const size_t boxes = machine.prefetched.size())
+        fail("%zu boxes were loaded to the L2 cache and neither stored nor added to after that", boxes);
 }
 
 // ---- A launch ----------------------------------------------------------------------------------------------------
@@ -220,6 +222,7 @@ extern "C" int octile_emulate(Launch* launch) {
     machine.switches = machine.progress = last_tick = 0;
     machine.previous_ended = true;
     machine.previous_waiters.clear();
+    machine.prefetched.clear();
 
     emulating = pthread_self();
     static uint8_t signal_stack[64 << 10];

@@ -8,6 +8,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -176,6 +177,13 @@ struct Tendencies {
     unsigned deal;     // warps get new priorities every 2^deal turns
 };
 
+// A box that was loaded to the L2 cache.
+struct Prefetched {
+    const uint8_t* base;
+    int place[5] = {};
+    auto operator<=>(const Prefetched&) const = default;
+};
+
 struct Machine {
     Launch launch;
     Tendencies tendencies;
@@ -190,6 +198,7 @@ struct Machine {
     uint32_t live;
     bool previous_ended;
     Threads previous_waiters;
+    std::set<Prefetched> prefetched;  // and not stored or added to since
 };
 extern Machine machine;
 

@@ -165,6 +165,20 @@ static std::shared_ptr<Copy> new_copy(
     return copy;
 }
 
+static Prefetched prefetched(const Map& map, const int* place) {
+    Prefetched box{map.base};
+    std::copy_n(place, map.rank, box.place);
+    return box;
+}
+
+void tma_prefetch(const TensorMap* tensor_map, const int* place, int dimensions) {
+    may_switch();
+    const Map map = checked(tensor_map, dimensions);
+    bool inside = true;
+    for (int i = 0; i < map.rank; ++i) inside &= place[i] < int64_t(map.sizes[i]) && place[i] + map.box[i] > 0;
+    if (inside) machine.prefetched.insert(prefetched(map, place));
+}
+
 // That no warp wrote these bytes of shared memory by stmatrix without a fence.
 static void check_fenced(uint32_t offset, uint32_t bytes) {
     for (uint32_t at = offset; at < offset + bytes; at += 16)
@@ -313,6 +327,7 @@ void tma_store(const TensorMap* tensor_map, const void* from, const int* place, 
     if (add && map.element != 4) fail("tma_reduce_add adds float32, not elements of %u bytes", map.element);
     auto copy = new_copy(map, place, me()->home, from);
     copy->kind = add ? Copy::add : Copy::store;
+    machine.prefetched.erase(prefetched(map, place));
     begin_store(copy);
 }
 

@@ -34,6 +34,7 @@ void fence_mbarrier_init();
 void fence_proxy_async();
 void tma_load(void* to, const TensorMap* map, uint64_t& barrier, const int* place, int dimensions, uint32_t blocks);
 void tma_store(const TensorMap* map, const void* from, const int* place, int dimensions, bool add);
+void tma_prefetch(const TensorMap* map, const int* place, int dimensions);
 void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t& barrier);
 void bulk_prefetch(const void* from, uint32_t bytes);
 void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier);
@@ -117,6 +118,10 @@ inline void tma_store(const TensorMap* map, const void* from, int x, int y, int 
 inline void tma_reduce_add(const TensorMap* map, const void* from, int x, int y, int z) {
     const int place[] = {x, y, z};
     emulator::tma_store(map, from, place, 3, true);
+}
+inline void tma_prefetch(const TensorMap* map, int x, int y, int z) {
+    const int place[] = {x, y, z};
+    emulator::tma_prefetch(map, place, 3);
 }
 inline void bulk_load(void* to, const void* from, uint32_t bytes, Mbarrier* barrier) {
     emulator::bulk_load(to, from, bytes, barrier->state);

@@ -1,10 +1,11 @@
-// TMA loads a box, whose bytes in shared memory are copied to `raw`; or TMA stores a box of the bytes of `raw`.
+// TMA loads a box, whose bytes in shared memory are copied to `raw`; or TMA stores a box of the bytes of `raw`, or adds
+// it; or loads it to the L2 cache before TMA adds as many bytes at column `other`.
 #include "ptx.cuh"
 
-enum Kind { load, store, add };
+enum Kind { load, store, add, prefetch };
 
 extern "C" __global__ void copies(const __grid_constant__ TensorMap map, uint8_t* raw, int bytes, int room, int kind,
-                                  int fence, int x, int y, int z) {
+                                  int fence, int other, int x, int y, int z) {
     uint8_t* shared = ptx::dynamic_shared();
     auto* barrier = reinterpret_cast<ptx::Mbarrier*>(shared + room);
     if (threadIdx.x == 0) {
@@ -24,10 +25,11 @@ extern "C" __global__ void copies(const __grid_constant__ TensorMap map, uint8_t
         if (fence) ptx::fence_proxy_async();
         __syncthreads();
         if (threadIdx.x == 0) {
+            if (kind == prefetch) ptx::tma_prefetch(&map, x, y, z);
             if (kind == store)
                 ptx::tma_store(&map, shared, x, y, z);
             else
-                ptx::tma_reduce_add(&map, shared, x, y, z);
+                ptx::tma_reduce_add(&map, shared, kind == prefetch ? other : x, y, z);
             ptx::bulk_commit_group();
             ptx::bulk_wait_group_read<0>();
         }

@@ -58,6 +58,7 @@ class GemmConfig:
         out_float: the result is float32; otherwise bfloat16.
         accumulate: the result is added to the output tensor C.
         load_c: the epilogue loads C to shared memory and adds there; otherwise it adds in the L2 cache.
+        prefetch_c: the producer loads C's part of a tile to the L2 cache before the epilogue adds to it there.
         adds_rounded: the result is rounded to BF16 before it is added to C.
         promote: every k-block is added in FP32 on the CUDA cores; otherwise the tensor cores sum over all of K.
         transposed: the result is stored as [N, M].
@@ -93,6 +94,7 @@ class GemmConfig:
     out_float: bool = False
     accumulate: bool = False
     load_c: bool = False
+    prefetch_c: bool = False
     adds_rounded: bool = False
     promote: bool = True
     transposed: bool = False
@@ -182,7 +184,8 @@ class GemmConfig:
         """Pairs of b's 1×128 scales of a k-block that a consumer thread holds in registers."""
         if not self.is_1d1d or self.accumulators > self.waves:  # those of two k-blocks at once have no room
             return 0
-        others = 16 if self.out_float or self.accumulators > 1 else 28  # found by compiling, as are the next 4 or 6
+        # found by compiling, as are the next 4 or 6
+        others = 16 if self.out_float or self.accumulators > 1 else 28 if self.store_columns >= 32 else 30
         others += (6 if self.ping_pong else 4) if self.load_c and self.cluster_size > 1 else 0
         return min(max(self.consumer_registers - self.accumulator_registers - others, 0) // 2, self.tile_n // 8)
 
@@ -192,8 +195,10 @@ class GemmConfig:
         scales_in_flight = self.ping_pong and self.accumulators == 2 and self.b_scales is Scales.PER_ROW
         # split along K, and columns of a tile that reach two 128×128 blocks
         split_and_two_blocks = self.split_k > 1 and self.waves > 1 and BLOCK_K % self.tile_n > 0
+        uses_stmatrix = self.store is Store.TMA and not self.out_float and not self.load_c
+        narrow_boxes = self.is_1d1d and self.waves > 1 and uses_stmatrix and self.store_columns < 32
         base = 40 if self.warpgroups < 3 else 32
-        return base + (8 if scales_in_flight else 0) + (32 if split_and_two_blocks else 0)
+        return base + (8 if scales_in_flight else 0) + (40 if narrow_boxes else 32 if split_and_two_blocks else 0)
 
     @property
     def out_bytes(self) -> int:
@@ -284,6 +289,8 @@ class GemmConfig:
             (tma or self.staged_boxes == 0, "only TMA stores staged boxes"),
             (not self.load_c or (tma and self.accumulate), "load_c needs accumulate and Store.TMA"),
             (not self.load_c or not self.transposed, "load_c does not transpose"),
+            (not self.prefetch_c or (tma and self.accumulate and not self.load_c), "prefetch_c needs TMA that adds"),
+            (not self.prefetch_c or not self.has_block_scales, "prefetch_c takes no 128×128 scales: no such loop"),
             (not self.adds_rounded or (self.accumulate and not self.out_float), "adds_rounded adds to BF16"),
             (not self.load_c or self.split_k == 1, "load_c takes no split_k: only the last split stores"),
             (not self.load_c or self.staged_boxes * self.waves == boxes, "load_c adds to 64 rows at a time"),

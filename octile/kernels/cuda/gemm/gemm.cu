@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
     Groups& groups = *reinterpret_cast<Groups*>(shared + smem::groups);
     const ProblemSize size{m, n, k, group_count, offsets};
     const int warp = warp_uniform(threadIdx.x / 32), warpgroup = warp / 4, rank = block_rank_in_cluster();
-    const TensorMaps maps{&a_map, &b_map, &a_scale_map, &b_scale_map};
+    const TensorMaps maps{&a_map, &b_map, &a_scale_map, &b_scale_map, &out_map};
     prologue(shared, maps, &out_map, groups, size, rank, warp);
     const bool is_producer = warpgroup == config::warpgroups && warp % 4 < pipelines;
     if (!finds_tile_early || !is_producer) sync_warps(warp);

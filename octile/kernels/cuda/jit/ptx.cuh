@@ -252,6 +252,12 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t b
                  : "memory");
 }
 
+// Loads a box of a tensor to the L2 cache.
+__device__ __forceinline__ void tma_prefetch(const TensorMap* map, int x, int y, int z) {
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+
 // Loads contiguous bytes to the L2 cache: a multiple of 16, from an address that is a multiple of 16.
 __device__ __forceinline__ void bulk_prefetch(const void* from, uint32_t bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");

@@ -66,6 +66,27 @@ DENSE = {
     "1D1D, float32, accumulating, by TMA": config(
         256, 128, b_scales=ROW, out_float=True, accumulate=True, staged_boxes=4
     ),
+    "1D1D, float32, prefetching C": config(
+        256, 128, b_scales=ROW, out_float=True, accumulate=True, prefetch_c=True, staged_boxes=4
+    ),
+    "three warpgroups, prefetching C": config(
+        192, 96, 3, warpgroups=3, b_scales=ROW, out_float=True, accumulate=True, prefetch_c=True, staged_boxes=1
+    ),
+    "ping-pong in a cluster, narrow store boxes, prefetching C": config(
+        128,
+        48,
+        2,
+        ping_pong=True,
+        cluster_n=2,
+        b_scales=ROW,
+        out_float=True,
+        accumulate=True,
+        prefetch_c=True,
+        staged_boxes=1,
+    ),
+    "split-K, prefetching C": config(
+        128, 64, 2, b_scales=ROW, out_float=True, accumulate=True, prefetch_c=True, split_k=3, staged_boxes=2
+    ),
     "256 rows, loading C": config(
         256, 128, 3, b_scales=ROW, out_float=True, accumulate=True, load_c=True, staged_boxes=4
     ),
@@ -421,6 +442,9 @@ WGRAD = {
     "ping-pong": config(64, 32, 4, schedule=ALONG_K, b_scales=ROW, ping_pong=True),
     "accumulating, by TMA": config(
         256, 64, schedule=ALONG_K, b_scales=ROW, out_float=True, accumulate=True, staged_boxes=2
+    ),
+    "prefetching C": config(
+        256, 64, schedule=ALONG_K, b_scales=ROW, out_float=True, accumulate=True, prefetch_c=True, staged_boxes=2
     ),
     "loading C": config(
         256, 64, schedule=ALONG_K, b_scales=ROW, out_float=True, accumulate=True, load_c=True, staged_boxes=2
