@@ -151,7 +151,8 @@ class Server:
         setup.check(self.call, setup.high_precision(), setup.out, MAX_DIFFERENCE)
         marks = [f"c{c.cluster_m}{c.cluster_n}"] * (c.cluster_size > 1) + [f"k{c.split_k}"] * (c.split_k > 1)
         marks += ["ping-pong"] * c.ping_pong + ["transposed"] * c.transposed
-        marks += ["load C"] * c.load_c + ["raster along N"] * c.raster_along_n
+        marks += ["load C"] * c.load_c + ["prefetch C"] * getattr(c, "prefetch_c", False)  # an earlier tree has none
+        marks += ["raster along N"] * c.raster_along_n
         return name, " ".join([f"{c.tile_m}×{c.tile_n} w{c.warpgroups} a{c.accumulators} s{c.stages}", *marks])
 
     def time(self) -> float:

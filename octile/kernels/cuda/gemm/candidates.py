@@ -21,6 +21,7 @@ from octile.kernels.cuda.gemm.cost_model import Chip, Problem, cycles, num_tiles
 from octile.kernels.hopper import SHARED_BYTES
 
 MAX_STAGES = 12
+MAX_PREFETCH_K = 6144  # of a sum to C that is loaded to the L2 cache: longer ones were up to 2% slower
 STRIP = 8  # cluster tiles across a strip
 CLUSTERS = ((1, 1), (1, 2), (2, 1))  # blocks along M, which share b, and along N, which share a
 
@@ -76,6 +77,7 @@ def _generate(problem: Problem, chip: Chip) -> Iterator[GemmConfig]:
     may_transpose = problem.transposable and problem.m <= 256 and problem.m % 64 > 0
     for is_transposed in (False, True) if may_transpose else (False,):
         p = transposed(problem) if is_transposed else problem
+        is_1d1d = p.a_scales is p.b_scales is Scales.PER_ROW
         for tile_m, warpgroups, ping_pong in (
             (128, 2, False),
             (256, 2, False),
@@ -85,7 +87,7 @@ def _generate(problem: Problem, chip: Chip) -> Iterator[GemmConfig]:
             (128, 2, True),
         ):
             for tile_n in _widths(p, is_transposed):
-                if warpgroups == 3 and tile_n < 112:  # narrow tiles of many rows are bound by the L2 cache
+                if warpgroups == 3 and tile_n < (96 if is_1d1d else 112):  # narrow ones are bound by the L2 cache
                     continue
                 for cluster_m, cluster_n in CLUSTERS:
                     if not chip.clusters(cluster_m * cluster_n):
@@ -148,13 +150,14 @@ def _with_splits(
     if p.accumulate and p.store is Store.TMA:
         with suppress(ValueError):
             yield _loading_c(first)
+        first = replace(first, prefetch_c=p.out_float and _prefetches_c(p, tiles, chip))
     for filled in _with_stages(first):
         yield filled
         if p.schedule is Schedule.DENSE and p.promote and not p.row_invariant and tiles < all_sms and not ping_pong:
             for split_k in (2, 3, 4, 6, 8, 12, 16):
                 if tiles * split_k <= all_sms and k_blocks >= 2 * split_k:
                     with suppress(ValueError):
-                        yield replace(filled, split_k=split_k)
+                        yield replace(filled, split_k=split_k, prefetch_c=False)
 
 
 def _can_overlap_waves(config: GemmConfig) -> bool:
@@ -182,6 +185,18 @@ def _with_stages(config: GemmConfig) -> Iterator[GemmConfig]:
             if boxes and not config.accumulate:  # all that fit; an accumulate epilogue was slower with more
                 staged = min(config.staged_boxes + (available - stages * stage) // box, config.store_boxes)
             yield replace(config, stages=stages, staged_boxes=staged)
+
+
+def _prefetches_c(p: Problem, tiles: int, chip: Chip) -> bool:
+    """Return whether FP32 numbers that TMA adds to are loaded to the L2 cache before: where that was measured to pay.
+
+    In GEMMs of few rows it delays the operands. Of long sums only the end of a GEMM waits for C, which counts where SMs
+    compute one tile each.
+    """
+    if p.b_scales is Scales.PER_BLOCK or min(p.m, p.n) <= 256:
+        return False
+    k = p.k / p.groups if p.schedule is Schedule.ALONG_K else p.k
+    return k <= MAX_PREFETCH_K or tiles <= chip.multiprocessors
 
 
 def _loading_c(config: GemmConfig) -> GemmConfig:
