@@ -69,6 +69,14 @@ KERNELS = {  # including kernels that candidates.py seldom chooses
     "two accumulators for two waves": OVERLAPS_WAVES,
     "two accumulators for two waves, float32": replace(OVERLAPS_WAVES, out_float=True, staged_boxes=2),
     "two accumulators for two waves, 1D2D": GemmConfig(256, 96, 3, accumulators=2, staged_boxes=3),
+    "1D1D, three warpgroups, narrow store boxes": GemmConfig(
+        192, 112, 4, warpgroups=3, b_scales=Scales.PER_ROW, staged_boxes=7
+    ),
+    "prefetching C": GemmConfig(256, 128, 4, prefetch_c=True, staged_boxes=1, **IS_1D1D),
+    "prefetching C, three warpgroups": GemmConfig(192, 96, 5, warpgroups=3, prefetch_c=True, staged_boxes=1, **IS_1D1D),
+    "prefetching C, cluster, narrow store boxes": GemmConfig(
+        256, 112, 3, cluster_n=2, prefetch_c=True, staged_boxes=1, **IS_1D1D
+    ),
     "loading C": GemmConfig(256, 128, 3, load_c=True, staged_boxes=4, **IS_1D1D),
     "loading C, cluster": GemmConfig(256, 128, 3, cluster_n=2, load_c=True, staged_boxes=4, **IS_1D1D),
     "loading C, ping-pong": GemmConfig(128, 96, 3, ping_pong=True, load_c=True, staged_boxes=3, **IS_1D1D),
