@@ -109,10 +109,10 @@ class Problem:
 
 
 def rounded(p: Problem) -> Problem:
-    """Round m up to a sixteenth of a power of two: m changes from call to call, and similar sizes share a kernel."""
+    """Round m up to a 32nd of a power of two: m changes from call to call, and similar sizes share a kernel."""
     if p.m <= 16:
         return replace(p, m=16 if p.m > 8 else 8)
-    step = max(1 << (p.m - 1).bit_length() - 5, 16)
+    step = max((1 << (p.m - 1).bit_length()) // 64, 16)
     return replace(p, m=-(-p.m // step) * step)
 
 
