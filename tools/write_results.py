@@ -22,6 +22,7 @@ from experiments.loss.plans import PLANS
 from experiments.loss.power import LOOKS, interval_after
 from experiments.loss.report import Results, gaps_by_evaluation, scratch_table
 from experiments.loss.runs import read_runs
+from octile.bench.goals import DEEP_GEMM_CLEAN
 from octile.bench.transformers import TORCHAO_EXPERTS
 from octile.report.compare.intervals import Interval
 
@@ -334,6 +335,8 @@ def gemms() -> Rows:
         ("large", "FP8", "DeepGEMM", lambda m: m >= 4096),
         ("M = 128", "FP8", "DeepGEMM", lambda m: m == 128),
         ("M = 1 to 64", "FP8", "DeepGEMM", lambda m: m <= 64),
+        ("M = 128", "FP8", DEEP_GEMM_CLEAN, lambda m: m == 128),
+        ("M = 1 to 64", "FP8", DEEP_GEMM_CLEAN, lambda m: m <= 64),
         ("1×128 tiles on both sides, accumulated in FP32", "FP8 1D1D +=", "DeepGEMM", lambda m: True),
         ("grouped", "FP8, grouped", "DeepGEMM", lambda m: True),
         ("masked grouped", "FP8, masked", "DeepGEMM", lambda m: True),
@@ -583,7 +586,7 @@ def cpu_serving() -> Rows:
 # goals, of docs/results.md, too: the last lines of the records' text
 
 VERDICT = r"(.+?) (met|missed)(?: \([^)]*\))?"
-GOAL = re.compile(rf"^(.+?): ([^:]+): (?:floor {VERDICT})?(?:, )?(?:aim {VERDICT})?$", re.MULTILINE)
+GOAL = re.compile(rf"^([^:\n]+): (.+?): (?:floor {VERDICT})?(?:, )?(?:aim {VERDICT})?$", re.MULTILINE)
 
 
 def _goals(name: str) -> list[tuple[str, ...]]:
