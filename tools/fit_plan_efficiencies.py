@@ -3,10 +3,11 @@
     python -m tools.fit_plan_efficiencies
 
 In octile/plan/efficiencies.toml. GEMMs: the share of the peak, the part of the shorter of computing and loading that is
-not hidden, and the latency, by least squares of the relative error over benchmarks/results/h200_gemm.json; for weight
-gradients without GEMMs of few rows, which are none. Operators: the median over the shapes of
-benchmarks/results/h200_casts.json, of rows of 256 to 1024 and of 7168 channels. What GEMMs reach in steps of what they
-reach alone, and attention: the median over the profiles of `tools.compare_plan_kernels`.
+not hidden, and the latency, by least squares of the relative error over a record of kernels as those of the profiles of
+steps below (benchmarks/history/plan/gemm_c0c5c621_h200.json.gz); for weight gradients without GEMMs of few rows, which
+are none. Operators: the median over the shapes of benchmarks/results/h200_casts.json, of rows of 256 to 1024 and of
+7168 channels. What GEMMs reach in steps of what they reach alone, and attention: the median over the profiles of
+`tools.compare_plan_kernels`.
 
 In octile/plan/clusters/h100_8.toml. GEMMs and operators in the same way, over h100_gemm.json and h100_casts.json. The
 latency is that of GEMMs that are no weight gradients.
@@ -14,12 +15,14 @@ latency is that of GEMMs that are no weight gradients.
 In octile/plan/clusters/h800_2048.toml. GEMMs of DeepSeek-V3's training: least squares over `DEEPSEEK`.
 """
 
+import gzip
 import json
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +31,12 @@ from octile.plan.hardware import read_cluster, read_efficiencies
 from tools.compare_plan_kernels import profiles
 from tools.kernel_kinds import kind_of
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+RESULTS = BENCHMARKS / "results"
+GEMMS = {
+    "h200": BENCHMARKS / "history" / "plan" / "gemm_c0c5c621_h200.json.gz",
+    "h100": RESULTS / "h100_gemm.json",
+}
 FORWARD, WEIGHT_GRADIENT = ("FP8", "FP8, grouped", "FP8, masked"), ("FP8 1D1D +=", "FP8, wgrad +=")
 OPERATORS = {
     "quantize": ("quantize 1×128",),
@@ -64,10 +72,15 @@ DEEPSEEK = (
 CHANNELS = ("256", "512", "1024", "7168")
 
 
+def _read(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+
+
 def gemm_cases(kinds: tuple[str, ...], chip: str = "h200") -> list[tuple[float, float, float]]:
     """FLOPs, bytes and seconds of each GEMM in the record of a chip."""
     cases = {}
-    for row in json.loads((RESULTS / f"{chip}_gemm.json").read_text(encoding="utf-8"))["rows"]:
+    for row in _read(GEMMS[chip])["rows"]:
         if row["unit"] == "TFLOP/s" and row["what"] in kinds:
             *groups, m, n, k = map(int, row["case"].split("×"))
             if kinds == WEIGHT_GRADIENT and m < LEAST_ROWS:
