@@ -206,6 +206,15 @@ def test_layers_behind_a_return_are_not_computed_for_it(computed: list[int]):
     assert not computed
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_that_is_called_from_outside_of_its_module_leaves_the_others_without_gradients(bias: bool):
+    attention = converted(bias=bias)
+    q, others = attention.q_proj, [*attention.k_proj.parameters(), *attention.v_proj.parameters()]
+    found = run(q, [*q.parameters(), *others])
+    assert all(gradient is None for gradient in found[-len(others) :])
+    assert_close(found[: -len(others)], alone(q))
+
+
 def test_a_bias_that_is_written_in_between_is_read_again():
     attention = converted(bias=True)
     x = input_of().detach()

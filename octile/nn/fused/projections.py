@@ -55,27 +55,37 @@ class _Projections(torch.autograd.Function):
         s: Settings,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)  # a weight whose results nothing reads gets no gradient instead of zeros
         layers = FusedLayers(weights, ctx.needs_input_grad[5:], s, shared=len(weights))
         quantized = layers.quantize(weights)
         outputs: list[Tensor] = []
-        ctx.parts = []  # the number of results of each GEMM
+        ctx.sizes = sizes
         for i, w in enumerate(quantized):
             layers.report_fprop(i, weights, lambda: x_TK, x.q, w)
             gemm_sizes = [size for layer in layers.gemms[i] for size in sizes[layer]]
             parts = nt(x.q, w.w, None, s.dtype, s.recipe.batch_invariant).split(gemm_sizes, dim=-1)
             # no map: the compiler of torch 2.11 does not trace it here, and would break the layer's graph
             outputs += [contiguous_copy(part) for part in parts] if contiguous else parts
-            ctx.parts.append(len(gemm_sizes))
         save_for_backward(ctx, layers, quantized, x=x.saved)
         ctx.how_saved, ctx.x_dtype = x.how_saved, x_TK.dtype
         return tuple(outputs)
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        layers, weights, saved = load_saved(ctx, dys[0])
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
+        some_dy = next(dy for dy in dys if dy is not None)
+        layers, weights, saved = load_saved(ctx, some_dy)
         formats, rest = layers.settings.formats, iter(dys)
-        gemm_parts = [list(islice(rest, count)) for count in ctx.parts]
+        dys_of_layers = [list(islice(rest, len(sizes))) for sizes in ctx.sizes]
+        is_read = [any(dy is not None for dy in layer_dys) for layer_dys in dys_of_layers]
+        gemm_parts = [
+            [
+                some_dy.new_zeros(len(some_dy), size) if dy is None else dy
+                for layer in gemm
+                for dy, size in zip(dys_of_layers[layer], ctx.sizes[layer], strict=True)
+            ]
+            for gemm in layers.gemms
+        ]
         quantized_dys = [quantize_joined_gradient(parts, formats) for parts in gemm_parts]
         values = [partial(torch.cat, parts, dim=1) for parts in gemm_parts]  # for observers
         dx = None
@@ -88,4 +98,5 @@ class _Projections(torch.autograd.Function):
         dws: list[Tensor | None] = []
         for i, (_, wgrad_dy) in enumerate(quantized_dys):
             dws += layers.wgrad(i, values[i], wgrad_dy, x)
-        return dx, None, None, None, None, *dws
+        read_dws = [dw if read else None for dw, read in zip(dws, is_read, strict=True)]
+        return dx, None, None, None, None, *read_dws
