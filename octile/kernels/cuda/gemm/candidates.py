@@ -21,7 +21,7 @@ from octile.kernels.cuda.gemm.cost_model import Chip, Problem, cycles, num_tiles
 from octile.kernels.hopper import SHARED_BYTES
 
 MAX_STAGES = 12
-MAX_PREFETCH_K = 6144  # of a sum to C that is loaded to the L2 cache: longer ones were up to 2% slower
+MAX_PREFETCH_K = 6144  # of a sum to C that is loaded to the L2 cache: longer ones were up to 4% slower
 STRIP = 8  # cluster tiles across a strip
 CLUSTERS = ((1, 1), (1, 2), (2, 1))  # blocks along M, which share b, and along N, which share a
 
@@ -190,10 +190,10 @@ def _with_stages(config: GemmConfig) -> Iterator[GemmConfig]:
 def _prefetches_c(p: Problem, tiles: int, chip: Chip) -> bool:
     """Return whether FP32 numbers that TMA adds to are loaded to the L2 cache before: where that was measured to pay.
 
-    In GEMMs of few rows it delays the operands. Of long sums only the end of a GEMM waits for C, which counts where SMs
-    compute one tile each.
+    It was timed for 1D1D alone. In GEMMs of few rows it delays the operands. Of long sums only the end of a GEMM waits
+    for C, which counts where SMs compute one tile each.
     """
-    if p.b_scales is Scales.PER_BLOCK or min(p.m, p.n) <= 256:
+    if not p.a_scales is p.b_scales is Scales.PER_ROW or min(p.m, p.n) <= 256:
         return False
     k = p.k / p.groups if p.schedule is Schedule.ALONG_K else p.k
     return k <= MAX_PREFETCH_K or tiles <= chip.multiprocessors

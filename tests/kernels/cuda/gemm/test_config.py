@@ -51,7 +51,14 @@ REFUSED = {
     "staged_boxes must be 1 to 2": {"staged_boxes": 3},
     "only TMA stores staged boxes": {"store": Store.SINGLE},
     "load_c needs accumulate and Store.TMA": {"load_c": True},
-    "prefetch_c needs TMA that adds": {"prefetch_c": True, "b_scales": Scales.PER_ROW},
+    "prefetch_c needs accumulate and Store.TMA": {"prefetch_c": True, "b_scales": Scales.PER_ROW},
+    "prefetch_c excludes load_c": {
+        "prefetch_c": True,
+        "load_c": True,
+        "accumulate": True,
+        "out_float": True,
+        "b_scales": Scales.PER_ROW,
+    },
     "prefetch_c takes no 128×128 scales": {"prefetch_c": True, "accumulate": True, "out_float": True},
     "adds_rounded adds to BF16": {"adds_rounded": True},
     "load_c does not transpose": {
