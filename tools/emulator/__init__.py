@@ -4,7 +4,7 @@ Each CUDA thread is a fiber. At every point where threads synchronize, a seeded 
 next. mbarriers, TMA, cp.async, wgmma, mma, named barriers, clusters and setmaxnreg follow the PTX specification. Copies
 and wgmmas happen at a random moment between the instruction and the wait for it. With programmatic dependent launch the
 previous kernel ends when all threads wait. What a GPU leaves undefined is an error here, or garbage (NaN): a missing
-wait, a stage released too early, a wrong byte count, a barrier that nobody completes.
+wait, a stage released too early, a wrong byte count, a barrier that nobody completes, a prefetch of what is not stored.
 
 Not detected: a thread without fence_proxy_async after ordinary stores where another thread called it (after stmatrix it
 is detected); memory orders weaker than sequential consistency; bank conflicts; speed; what the CUDA compiler does to
@@ -53,6 +53,7 @@ class _Launch(ctypes.Structure):
         ("storages", ctypes.c_void_p),
         ("n_storages", ctypes.c_uint64),
         ("switches", ctypes.c_uint64),
+        ("prefetched", ctypes.c_uint64),
         ("fault", ctypes.c_uint64),
         ("message", ctypes.c_char * 8192),
     ]
@@ -97,8 +98,8 @@ def run(
     lazy: bool | None = None,
     arithmetic: Literal["float32", "hopper"] = "float32",
     resident: bool = False,
-) -> None:
-    """Launch a kernel and return when all its thread blocks have ended.
+) -> int:
+    """Launch a kernel. Return, when all its thread blocks have ended, the number of boxes that TMA prefetched.
 
     Args:
         name, constants, headers: as for `jit.source`; a header that holds a wgmma instruction is replaced.
@@ -168,6 +169,7 @@ def run(
             where = f": {guarded.describe(launch.fault)}" if launch.fault else ""
             raise EmulatorError(f"{launch.message.decode()}{where}\n(seed {seed})")
         guarded.copy_back()
+        return int(launch.prefetched)
     finally:
         guarded.close()
 

@@ -80,7 +80,9 @@ def test_a_box_that_is_prefetched_is_stored_or_added_to() -> None:
     copy("prefetch", (1, 4, 8), 32, tensor, raw, (0, 0, 8), other=8)
     assert tensor.sum() == 32
     copy("prefetch", (1, 4, 8), 32, tensor, raw, (0, 0, 16), other=8)  # outside of the tensor: nothing is loaded
-    with pytest.raises(EmulatorError, match="1 boxes were loaded to the L2 cache and neither stored nor added to"):
+    with pytest.raises(
+        EmulatorError, match="the box at 0, 0, 0 was loaded to the L2 cache and neither stored nor added to"
+    ):
         copy("prefetch", (1, 4, 8), 32, tensor, raw, (0, 0, 0), other=8)
 
 

@@ -169,8 +169,10 @@ static void run_grid() {
         run_clusters(&order[begin], together);
         begin += together;
     }
-    if (const size_t boxes = machine.prefetched.size())
-        fail("%zu boxes were loaded to the L2 cache and neither stored nor added to after that", boxes);
+    for (const Box& box : machine.prefetched)
+        if (!machine.stored.contains(box))
+            fail("the box at %d, %d, %d was loaded to the L2 cache and neither stored nor added to", box.first[0],
+                 box.first[1], box.first[2]);
 }
 
 // ---- A launch ----------------------------------------------------------------------------------------------------
@@ -223,6 +225,7 @@ extern "C" int octile_emulate(Launch* launch) {
     machine.previous_ended = true;
     machine.previous_waiters.clear();
     machine.prefetched.clear();
+    machine.stored.clear();
 
     emulating = pthread_self();
     static uint8_t signal_stack[64 << 10];
@@ -244,6 +247,7 @@ extern "C" int octile_emulate(Launch* launch) {
     for (int i = 0; i < 3; ++i) sigaction(signals[i], &old_actions[i], nullptr);
     sigaltstack(&old_alternate, nullptr);
     machine.launch.switches = machine.switches;
+    machine.launch.prefetched = machine.prefetched.size();
     *launch = machine.launch;
     return status;
 }

@@ -166,6 +166,7 @@ struct Launch {
     const Pages* storages;  // not to be written before
     uint64_t n_storages;
     uint64_t switches;
+    uint64_t prefetched;  // boxes that TMA loaded to the L2 cache
     uint64_t fault;  // the address of an invalid access
     char message[8192];
 };
@@ -177,11 +178,11 @@ struct Tendencies {
     unsigned deal;     // warps get new priorities every 2^deal turns
 };
 
-// A box that was loaded to the L2 cache.
-struct Prefetched {
+// A box of a tensor, by the coordinates of its first element.
+struct Box {
     const uint8_t* base;
-    int place[5] = {};
-    auto operator<=>(const Prefetched&) const = default;
+    int first[5] = {};
+    auto operator<=>(const Box&) const = default;
 };
 
 struct Machine {
@@ -198,7 +199,7 @@ struct Machine {
     uint32_t live;
     bool previous_ended;
     Threads previous_waiters;
-    std::set<Prefetched> prefetched;  // and not stored or added to since
+    std::set<Box> prefetched, stored;  // boxes that TMA loaded to the L2 cache; that it stored or added to
 };
 extern Machine machine;
 

@@ -148,12 +148,16 @@ static Map checked(const TensorMap* tensor_map, int dimensions) {
     return map;
 }
 
-static std::shared_ptr<Copy> new_copy(
-    const Map& map, const int* place, Block* block, const void* shared, uint32_t alignment = 128) {
-    auto copy = std::make_shared<Copy>();
+static void check_first_coordinate(const Map& map, const int* place) {
     if (int64_t(place[0]) * map.element % 16)  // observed on an H200; in no documentation that we know
         fail("TMA: illegal instruction: the first coordinate %d of elements of %u bytes is no multiple of 16 bytes",
              place[0], map.element);
+}
+
+static std::shared_ptr<Copy> new_copy(
+    const Map& map, const int* place, Block* block, const void* shared, uint32_t alignment = 128) {
+    auto copy = std::make_shared<Copy>();
+    check_first_coordinate(map, place);
     copy->map = map;
     std::copy_n(place, map.rank, copy->place);
     copy->block = block;
@@ -165,9 +169,9 @@ static std::shared_ptr<Copy> new_copy(
     return copy;
 }
 
-static Prefetched prefetched(const Map& map, const int* place) {
-    Prefetched box{map.base};
-    std::copy_n(place, map.rank, box.place);
+static Box box_of(const Map& map, const int* place) {
+    Box box{map.base};
+    std::copy_n(place, map.rank, box.first);
     return box;
 }
 
@@ -176,7 +180,8 @@ void tma_prefetch(const TensorMap* tensor_map, const int* place, int dimensions)
     const Map map = checked(tensor_map, dimensions);
     bool inside = true;
     for (int i = 0; i < map.rank; ++i) inside &= place[i] < int64_t(map.sizes[i]) && place[i] + map.box[i] > 0;
-    if (inside) machine.prefetched.insert(prefetched(map, place));
+    check_first_coordinate(map, place);
+    if (inside) machine.prefetched.insert(box_of(map, place));
 }
 
 // That no warp wrote these bytes of shared memory by stmatrix without a fence.
@@ -327,7 +332,7 @@ void tma_store(const TensorMap* tensor_map, const void* from, const int* place, 
     if (add && map.element != 4) fail("tma_reduce_add adds float32, not elements of %u bytes", map.element);
     auto copy = new_copy(map, place, me()->home, from);
     copy->kind = add ? Copy::add : Copy::store;
-    machine.prefetched.erase(prefetched(map, place));
+    machine.stored.insert(box_of(map, place));
     begin_store(copy);
 }
 

@@ -6,7 +6,7 @@
 //
 //   scheduler   which tile comes next, dense or grouped
 //   pipeline    layout of shared memory, and the pipeline
-//   producer    loads tiles and scales
+//   producer    loads tiles and scales, prefetches C
 //   promotion   scales of a k-block, and the FP32 totals
 //   split_k     reduces the partials of split-K
 //   store       rounds and stores

@@ -23,8 +23,8 @@ struct TensorMaps {
     const TensorMap *a, *b, *a_scale, *b_scale, *out;
 };
 
-// Loads C's part of a tile to the L2 cache, a store box a lane, while the tile's last k-blocks are loaded. Called by a
-// whole warp for each k-block.
+// Loads C's part of a tile to the L2 cache, a store box a lane, while the tile's last k-blocks are loaded. Where there are
+// too few k-blocks, the first boxes are left out. Called by a whole warp for each k-block.
 __device__ __forceinline__ void prefetch_c(const TensorMap* map, const Tile& tile, int k_block, int k_blocks) {
     constexpr int boxes_along_n = config::tile_n / store_columns, boxes = config::tile_m / 64 * boxes_along_n;
     constexpr int lanes = 4, steps = ceil_div(boxes, lanes);
@@ -48,8 +48,8 @@ __device__ __forceinline__ void load_box(
     else if (block_rank_in_cluster() == 0) ptx::tma_load_multicast(to, map, full, x, y, z, 0b11);
 }
 
-// Loads all tiles of a pipeline. One lane issues the TMA loads. All lanes read and write the 128×128 scales: those of
-// 32 k-blocks at a time, into slots that are reused like stages, while the tile's next 32 are being read.
+// Loads all tiles of a pipeline. One lane issues the TMA loads, four prefetch C. All lanes read and write the 128×128
+// scales: those of 32 k-blocks at a time, into slots that are reused like stages, while the tile's next 32 are being read.
 __device__ __forceinline__ void run_producer(
     uint8_t* shared, const TensorMaps& maps, const BlockScales& blocks, const ProblemSize& size, const Groups& groups,
     int pipeline_index) {

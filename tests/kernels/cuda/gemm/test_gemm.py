@@ -24,6 +24,7 @@ from tests.kernels.cuda.emulated import (
     poisoned,
     rows,
 )
+from tools import emulator
 from tools.emulator import build
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="the emulator needs a C++ compiler")
@@ -186,6 +187,29 @@ def test_dense(case: str):
     shapes = [(1, 1, 1), (m - 1, n + 1, 129), (m + 1, n - 1, 127), (2 * m, 2 * n, 256), (3 * m - 7, n + 9, 1000)]
     for seed, (m, n, k) in enumerate(shapes):
         _dense(kernel, m, n + n % 2 if kernel.store is PAIRS else n, k, seed)
+
+
+@pytest.fixture
+def prefetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of boxes that each launch prefetches."""
+    found: list[int] = []
+    run = emulator.run
+    monkeypatch.setattr(emulator, "run", lambda *args, **settings: found.append(run(*args, **settings)))
+    return found
+
+
+@pytest.mark.parametrize("case", ["1D1D, float32, prefetching C", "three warpgroups, prefetching C"])
+def test_all_of_c_is_prefetched_where_there_are_enough_k_blocks(case: str, prefetched: list[int]):
+    kernel, m, n = DENSE[case], 300, 200
+    _dense(kernel, m, n, 700, seed=3)
+    assert prefetched == [math.ceil(m / 64) * math.ceil(n / kernel.store_columns)]
+
+
+def test_c_of_all_groups_is_prefetched(prefetched: list[int]):
+    m, n, ends = 257, 120, [256, 256, 520]
+    a, b = operand((m, 520), ROW, 0), operand((n, 520), ROW, 1)
+    emulate(WGRAD["prefetching C"], torch.zeros(len(ends), m, n), a, b, _sizes(ends))
+    assert prefetched == [2 * math.ceil(m / 64) * math.ceil(n / 32)]  # the second group has no tokens
 
 
 @pytest.mark.slow
