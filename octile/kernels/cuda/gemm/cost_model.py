@@ -12,9 +12,9 @@ slowest of the following, times what a kind of kernel was measured to take more 
 So large tiles load least, several small ones fill the last round of SMs better, and few rows are a matter of reading
 the weights from all SMs at once. Rates of memory are proportional to the GPU's bandwidth: it decides how C is added to.
 The constants rank kernels and are no forecast: a GEMM of few rows is estimated a fifth too long. They were chosen on
-timings of 1,100 GEMMs on H200s and H100s, each with up to 36 kernels (benchmarks/history/cost-model and gemm-drawn).
-The kernels that they choose are 1.2% slower than the best measured ones, at worst 28%. The order of tiles is not
-estimated, but follows a rule (`candidates`).
+935 sets of timings of GEMMs on H200s and H100s, each with up to 36 kernels (benchmarks/history/cost-model and
+gemm-drawn). The kernels that they choose are 1.2% slower than the best measured ones, at worst 28%. The order of tiles
+is not estimated, but follows a rule (`candidates`).
 """
 
 import math
