@@ -77,7 +77,6 @@ def _generate(problem: Problem, chip: Chip) -> Iterator[GemmConfig]:
     may_transpose = problem.transposable and problem.m <= 256 and problem.m % 64 > 0
     for is_transposed in (False, True) if may_transpose else (False,):
         p = transposed(problem) if is_transposed else problem
-        is_1d1d = p.a_scales is p.b_scales is Scales.PER_ROW
         for tile_m, warpgroups, ping_pong in (
             (128, 2, False),
             (256, 2, False),
@@ -87,7 +86,7 @@ def _generate(problem: Problem, chip: Chip) -> Iterator[GemmConfig]:
             (128, 2, True),
         ):
             for tile_n in _widths(p, is_transposed):
-                if warpgroups == 3 and tile_n < (96 if is_1d1d else 112):  # narrow ones are bound by the L2 cache
+                if warpgroups == 3 and tile_n < (96 if p.is_1d1d else 112):  # narrow ones are bound by the L2 cache
                     continue
                 for cluster_m, cluster_n in CLUSTERS:
                     if not chip.clusters(cluster_m * cluster_n):
@@ -193,10 +192,8 @@ def _prefetches_c(p: Problem, tiles: int, chip: Chip) -> bool:
     It was timed for 1D1D alone. In GEMMs of few rows it delays the operands. Of long sums only the end of a GEMM waits
     for C, which counts where SMs compute one tile each.
     """
-    if not p.a_scales is p.b_scales is Scales.PER_ROW or min(p.m, p.n) <= 256:
-        return False
-    k = p.k / p.groups if p.schedule is Schedule.ALONG_K else p.k
-    return k <= MAX_PREFETCH_K or tiles <= chip.multiprocessors
+    many_rows = min(p.m, p.n) > 256
+    return p.is_1d1d and many_rows and (p.k_of_a_sum <= MAX_PREFETCH_K or tiles <= chip.multiprocessors)
 
 
 def _loading_c(config: GemmConfig) -> GemmConfig:

@@ -107,6 +107,16 @@ class Problem:
     row_invariant: bool = False
     alignment: int = 1
 
+    @property
+    def is_1d1d(self) -> bool:
+        """Both operands have 1×128 scales."""
+        return self.a_scales is self.b_scales is Scales.PER_ROW
+
+    @property
+    def k_of_a_sum(self) -> float:
+        """The contracted dimension of one product: on average of a group's where groups are along K."""
+        return self.k / max(self.groups, 1) if self.schedule is Schedule.ALONG_K else self.k
+
 
 def rounded(p: Problem) -> Problem:
     """Round m up to a 32nd of a power of two: m changes from call to call, and similar sizes share a kernel."""
@@ -129,8 +139,7 @@ def cycles(p: Problem, c: GemmConfig, chip: Chip) -> float:
     workers = chip.clusters(c.cluster_size) * c.cluster_size
     rounds = -(-tiles // (workers * c.pipelines))
     busy = min(tiles, workers)
-    k = p.k / max(p.groups, 1) if p.schedule is Schedule.ALONG_K else p.k
-    k_blocks = -(-max(k, 1) // BLOCK_K) / c.split_k
+    k_blocks = -(-max(p.k_of_a_sum, 1) // BLOCK_K) / c.split_k
 
     rows_of_64 = c.tile_m // 64
     mma = rows_of_64 * max(2 * c.tile_n, 64 + c.tile_n)

@@ -31,7 +31,7 @@ __device__ __forceinline__ void prefetch_c(const TensorMap* map, const Tile& til
     const int box = (k_block - k_blocks + steps) * lanes + static_cast<int>(ptx::lane_id());
     if (ptx::lane_id() >= lanes || box < 0 || box >= boxes) return;
     const int n = tile.n + box % boxes_along_n * store_columns, m = tile.m + box / boxes_along_n * 64;
-    ptx::tma_prefetch(map, n, m, config::schedule == along_k ? tile.group : 0);
+    ptx::tma_prefetch(map, n, m, output_group(tile));
 }
 
 // The 128×128 scales of one operand, with the strides of a group, of a row of blocks and of a column of blocks.

@@ -42,6 +42,11 @@ struct Tile {
     int index, split;    // number of the tile, and of its split
 };
 
+// The group's index in a result with a dimension of groups; otherwise 0.
+__device__ __forceinline__ int output_group(const Tile& tile) {
+    return config::schedule == masked || config::schedule == along_k ? tile.group : 0;
+}
+
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 constexpr int cluster_size = config::cluster_m * config::cluster_n;  // thread blocks, 1 or 2

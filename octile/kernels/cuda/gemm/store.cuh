@@ -18,11 +18,6 @@ struct Output {
     int64_t group, row, column;  // strides in elements
 };
 
-// The group's index in a result with a dimension of groups; otherwise 0.
-__device__ __forceinline__ int output_group(const Tile& tile) {
-    return config::schedule == masked || config::schedule == along_k ? tile.group : 0;
-}
-
 __device__ __forceinline__ uint16_t bf16(float x) { return static_cast<uint16_t>(ptx::pack_bf16(x, 0.0f)); }
 __device__ __forceinline__ float from_bf16(uint32_t x) { return __uint_as_float(x << 16); }
 
