@@ -78,14 +78,11 @@ class _Projections(torch.autograd.Function):
         formats, rest = layers.settings.formats, iter(dys)
         dys_of_layers = [list(islice(rest, len(sizes))) for sizes in ctx.sizes]
         is_read = [any(dy is not None for dy in layer_dys) for layer_dys in dys_of_layers]
-        gemm_parts = [
-            [
-                some_dy.new_zeros(len(some_dy), size) if dy is None else dy
-                for layer in gemm
-                for dy, size in zip(dys_of_layers[layer], ctx.sizes[layer], strict=True)
-            ]
-            for gemm in layers.gemms
+        filled = [
+            [some_dy.new_zeros(len(some_dy), n) if dy is None else dy for dy, n in zip(layer_dys, sizes, strict=True)]
+            for layer_dys, sizes in zip(dys_of_layers, ctx.sizes, strict=True)
         ]
+        gemm_parts = [[dy for layer in gemm for dy in filled[layer]] for gemm in layers.gemms]
         quantized_dys = [quantize_joined_gradient(parts, formats) for parts in gemm_parts]
         values = [partial(torch.cat, parts, dim=1) for parts in gemm_parts]  # for observers
         dx = None
