@@ -79,7 +79,7 @@ def _profiles() -> Iterator[Profile]:
     cluster = replace(read_cluster("h200_8"), gpus=2)
     for name, file in (("DeepSeek-V3", "v3"), ("DeepSeek-V2-Lite", "v2_lite")):
         events = [
-            e for e in _read(f"benchmarks/history/pair/{file}_sequence_0.json.gz")["traceEvents"] if e["ph"] == "X"
+            e for e in read_json(f"benchmarks/history/pair/{file}_sequence_0.json.gz")["traceEvents"] if e["ph"] == "X"
         ]
         kernels = _computing((event["name"], event["dur"], event["args"].get("grid")) for event in events)
         model = PAIRS[name][0]
@@ -87,7 +87,7 @@ def _profiles() -> Iterator[Profile]:
         yield Profile(f"{name}'s layers on two", kernels, 4 * work_on_two(model), cluster, additions)
     for model, file in ((MEDIUM, "medium"), (V3_LAYERS, "v3_layers")):
         run = next(run for run in MEASURED if run.model == model and run.gpus == 1)
-        events = _read(f"{PLAN}/{file}.json.gz")["profile"]
+        events = read_json(f"{PLAN}/{file}.json.gz")["profile"]
         kernels = _computing((name, time, grid) for _, time, grid, name in events)
         plan = run.plan()
         parts = [part for stage in plan.stages for part in stage.parts]
@@ -112,8 +112,10 @@ def _additions_by_autograd(d: int, tokens: int, cluster: Cluster) -> list[tuple[
     return [("elementwise", 2 * duration("copy", 6)), ("quantization and norms", norms)]
 
 
-def _read(path: str) -> Any:
-    return json.loads(gzip.decompress((ROOT / path).read_bytes()))
+def read_json(path: str) -> Any:
+    """Read a file of the repository, compressed if its name ends with .gz."""
+    data = (ROOT / path).read_bytes()
+    return json.loads(gzip.decompress(data) if path.endswith(".gz") else data)
 
 
 def _computing(events: Iterable[tuple[str, float, list[int] | None]]) -> list[Kernel]:

@@ -15,27 +15,24 @@ latency is that of GEMMs that are no weight gradients.
 In octile/plan/clusters/h800_2048.toml. GEMMs of DeepSeek-V3's training: least squares over `DEEPSEEK`.
 """
 
-import gzip
 import json
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 
 from octile.plan.durations import seconds
 from octile.plan.hardware import read_cluster, read_efficiencies
-from tools.compare_plan_kernels import profiles
+from tools.compare_plan_kernels import profiles, read_json
 from tools.kernel_kinds import kind_of
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-RESULTS = BENCHMARKS / "results"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 GEMMS = {
-    "h200": BENCHMARKS / "history" / "plan" / "gemm_c0c5c621_h200.json.gz",
-    "h100": RESULTS / "h100_gemm.json",
+    "h200": "benchmarks/history/plan/gemm_c0c5c621_h200.json.gz",
+    "h100": "benchmarks/results/h100_gemm.json",
 }
 FORWARD, WEIGHT_GRADIENT = ("FP8", "FP8, grouped", "FP8, masked"), ("FP8 1D1D +=", "FP8, wgrad +=")
 OPERATORS = {
@@ -72,15 +69,10 @@ DEEPSEEK = (
 CHANNELS = ("256", "512", "1024", "7168")
 
 
-def _read(path: Path) -> dict[str, Any]:
-    data = path.read_bytes()
-    return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
-
-
 def gemm_cases(kinds: tuple[str, ...], chip: str = "h200") -> list[tuple[float, float, float]]:
     """FLOPs, bytes and seconds of each GEMM in the record of a chip."""
     cases = {}
-    for row in _read(GEMMS[chip])["rows"]:
+    for row in read_json(GEMMS[chip])["rows"]:
         if row["unit"] == "TFLOP/s" and row["what"] in kinds:
             *groups, m, n, k = map(int, row["case"].split("×"))
             if kinds == WEIGHT_GRADIENT and m < LEAST_ROWS:
